@@ -44,6 +44,51 @@ pub fn metrics() -> impl Iterator<Item = Metric> {
     })
 }
 
+/// A table for manual pages: its title, its pages, and its rows.
+pub type Table = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
+
+pub const TABLES: [Table; 3] = [
+    (
+        "FILES",
+        &["pagefold", "pagefold-run"],
+        &[
+            (
+                "/etc/pagefold/pagefold.toml, /etc/pagefold/pagefold.toml.d/*.toml",
+                "The configuration: see pagefold.toml(5)",
+            ),
+            ("/run/pagefold/control.sock", "The socket at which the daemon answers status, top and the other commands"),
+            ("/run/pagefold/lock", "Held while a pagefold drives KSM"),
+            (
+                "/run/pagefold/ksm-state.json",
+                "KSM's settings as they were before, restored at the end of a run or by the next one",
+            ),
+            (
+                "/var/lib/pagefold/history, /var/lib/pagefold/learned.json",
+                "The service's savings over time; what it has learned about memory",
+            ),
+        ],
+    ),
+    (
+        "SIGNALS",
+        &["pagefold-run"],
+        &[
+            ("SIGINT, SIGTERM", "End the run and restore KSM's settings. Merged pages stay merged"),
+            ("SIGHUP", "Read the configuration again, and reopen the audit log"),
+        ],
+    ),
+    (
+        "ENVIRONMENT",
+        &["pagefold", "pagefold-run"],
+        &[
+            ("NO_COLOR, TERM", "No colours if NO_COLOR is set to anything, or TERM is dumb"),
+            (
+                "NOTIFY_SOCKET, WATCHDOG_USEC, WATCHDOG_PID, JOURNAL_STREAM, LISTEN_FDS, STATE_DIRECTORY",
+                "As systemd sets them for the service",
+            ),
+        ],
+    ),
+];
+
 /// The documents. Sizes are in bytes and times in seconds unless the name says otherwise.
 #[rustfmt::skip]
 pub const SCHEMAS: &[Schema] = &[
@@ -190,7 +235,7 @@ pub const SCHEMAS: &[Schema] = &[
         name: "pagefold.doctor/1",
         about: "Printed by pagefold doctor --json",
         fields: &[
-            ("schema, can_run, worst", "Whether pagefold run can work; the worst severity"),
+            ("schema, can_run, exit_code, worst", "Whether pagefold run can work; the exit code that it would have; the worst severity"),
             ("findings[].id, findings[].severity", "A name that does not change between versions; ok, note, warning or blocker"),
             ("findings[].what, findings[].why, findings[].todo", "The finding, why it matters, what to do"),
             ("fix.done, fix.lines, fix.held_by", "With --fix: whether all settings are restored; the result in words; the program that is using KSM"),

@@ -1,7 +1,7 @@
 //! `pagefold-xen doctor`: whether these guests can share memory, and the changes to make if they can't.
 
 use super::{ScopeArgs, open};
-use pagefold::commands::doctor;
+use pagefold::commands::doctor::Doctor;
 use pagefold_engine::units::Pages;
 use pagefold_host::check::diagnose::{Finding, blocker, note, ok};
 use pagefold_ksm::lock::{LOCK_PATH, holder};
@@ -23,7 +23,8 @@ pub struct DoctorArgs {
 
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let (findings, code) = examine(&args.scope)?;
-    doctor::print(args.json, &findings, "pagefold-xen")?;
+    let doctor = Doctor { findings: &findings, code, program: "pagefold-xen", verbose: true };
+    doctor.print(args.json, None)?;
     Ok(code)
 }
 

@@ -7,6 +7,7 @@ use pagefold_ksm::lock::Lock;
 use pagefold_ksm::request::Carrier;
 use pagefold_ksm::state_file::{Holder, State};
 use pagefold_ksm::{Knob, Knobs};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
@@ -137,6 +138,7 @@ fn other_programs_that_use_ksm_are_found() {
     };
     let programs = |name: &str, ksm_stat: &str| found(|_, roots| add(roots, name, ksm_stat));
     assert_eq!(programs("ksmtuned", ""), [("programs", Severity::Blocker)]);
+    assert_eq!(programs("virt-handler", ""), [("programs", Severity::Note)]);
     assert_eq!(programs("cache", ""), []);
     for ksm_stat in [user, marked_by_itself] {
         assert_eq!(programs("cache", ksm_stat), [("programs", Severity::Note)]);
@@ -160,7 +162,7 @@ fn a_running_ksmd_is_ok_if_pagefold_is_running() {
         write(&dir.join("sys/kernel/mm/ksm/run"), "1");
         write(&dir.join("sys/kernel/mm/ksm/pages_sharing"), "9");
     });
-    assert_eq!(running, [("lock", Severity::Note)]);
+    assert_eq!(running, [("lock", Severity::Blocker)], "a second one cannot run");
 }
 
 #[test]
@@ -182,6 +184,7 @@ fn knobs_of_a_pagefold_with_a_run_directory_of_its_own_are_found() {
 
 #[test]
 fn state_left_by_a_crash_or_deferred_is_found() {
+    let run = Cell::new(0);
     let left = |boot: &str, holder: Option<Holder>| {
         found(|_, roots| {
             let gone = Holder { pid: 4, start_time_ticks: 4 };
@@ -189,12 +192,17 @@ fn state_left_by_a_crash_or_deferred_is_found() {
             state.note(Knob::Run, 0, 1);
             state.holder = holder;
             state.save(&roots.state).unwrap();
+            write(&roots.sys.join("kernel/mm/ksm/run"), &run.get().to_string());
         })
     };
     let gone = Some(Holder { pid: 4, start_time_ticks: 4 });
     assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
     assert_eq!(left("boot", None), [("state", Severity::Note)]);
     assert_eq!(left("another", gone), []);
+    // It left ksmd running, and the next run stops that first. After another boot somebody else has started ksmd.
+    run.set(1);
+    assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
+    assert_eq!(left("another", gone), [("run", Severity::Blocker)]);
 }
 
 #[test]

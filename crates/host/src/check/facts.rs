@@ -169,7 +169,7 @@ pub struct MachineFacts {
     pub huge_pages: Fact<String>,
     /// How many of 512 pages may be empty or zero where khugepaged makes a huge page (`max_ptes_none`).
     pub max_ptes_none: Fact<u64>,
-    /// Running programs that set KSM's knobs.
+    /// Running programs that set KSM's knobs, or may set them.
     pub programs: Fact<Vec<(i32, String)>>,
     /// The processes whose memory KSM merges or may merge, and what they save by it.
     pub users: Fact<Vec<KsmUser>>,
@@ -192,8 +192,10 @@ pub struct MachineFacts {
     pub cgroups: Cgroups,
 }
 
-/// Programs that set KSM's knobs, as pagefold does.
-pub const KSM_PROGRAMS: [&str; 1] = ["ksmtuned"];
+/// Sets KSM's knobs, as pagefold does: on Red Hat's hosts and Proxmox VE's.
+pub const KSMTUNED: &str = "ksmtuned";
+/// KubeVirt's agent on each node. Sets them only if `ksmConfiguration` selects the node.
+pub const VIRT_HANDLER: &str = "virt-handler";
 /// Reading what each process has merged takes some 10 us.
 const USERS_LIMIT: Duration = Duration::from_secs(5);
 
@@ -222,7 +224,7 @@ impl MachineFacts {
             ptrace_scope: number(read(&proc("sys/kernel/yama/ptrace_scope"))),
             huge_pages: parsed(read(&huge_pages.join("enabled")), |text| Some(chosen(text)?.to_owned())),
             max_ptes_none: number(read(&huge_pages.join("khugepaged/max_ptes_none"))),
-            programs: match programs_named(&roots.proc, &KSM_PROGRAMS) {
+            programs: match programs_named(&roots.proc, &[KSMTUNED, VIRT_HANDLER]) {
                 Ok(programs) => Fact::Is(programs),
                 Err(error) => Fact::Malformed(error.to_string()),
             },

@@ -1,17 +1,20 @@
 //! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and shows what to change if it can't.
 //!
-//! The exit code is 0 if `run` can work, even if there are notes and warnings. Otherwise it's the exit code that `run`
-//! would have. If `--fix` fails, the exit code is 1.
+//! The exit code is the one that `run` would have with some processes in scope: 0 if it can work, even if there are notes
+//! and warnings. If `--fix` fails, the exit code is 1.
 
 mod fix;
 
+use crate::config::args::RunArgs;
+use crate::config::settings::Settings;
 use crate::output;
 use fix::{Fixed, fix};
-use pagefold_host::check::diagnose::{Finding, Severity, examine};
+use pagefold_host::check::diagnose::{Finding, Severity, blocker, examine};
 use pagefold_host::check::facts::MachinePaths;
 use pagefold_text::exit;
 use pagefold_text::style::{self, Lines};
 use serde_json::{Value, json};
+use std::cmp::Reverse;
 
 const SCHEMA: &str = "pagefold.doctor/1";
 
@@ -24,48 +27,62 @@ pub struct DoctorArgs {
     /// no record of the old values any more, set the kernel's defaults
     #[arg(long)]
     fix: bool,
+    /// Also show the notes, and the checks that are fine
+    #[arg(long, short)]
+    verbose: bool,
 }
 
 /// Restores knobs if `--fix` is given, examines the machine, and prints the findings.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
-    let findings = examine(&roots);
-    output::print(args.json, &document(&findings, fixed.as_ref()), |_| {
-        list(&findings, fixed.as_ref(), "pagefold", style::colours())
-    })?;
+    let mut findings = examine(&roots);
+    let mut code = code(&findings);
+    if let Err(exit) = Settings::of(&RunArgs::default()) {
+        let (what, todo) = exit.line.rsplit_once("; ").unwrap_or((&exit.line, "see pagefold config check"));
+        findings.push(blocker(what, "pagefold does not start with such a configuration", todo).called("config"));
+        // `run` reads it before anything else.
+        code = exit.code;
+    }
+    let doctor = Doctor { findings: &findings, code, program: "pagefold", verbose: args.verbose };
+    doctor.print(args.json, fixed.as_ref())?;
     let unfinished = fixed.is_some_and(|fixed| fixed.is_unfinished());
-    Ok(if unfinished { exit::FAILURE } else { code(&findings) })
+    Ok(if unfinished { exit::FAILURE } else { code })
 }
 
-/// Prints another program's findings. There's no `--fix` for them.
-pub fn print(json: bool, findings: &[Finding], program: &str) -> anyhow::Result<()> {
-    output::print(json, &document(findings, None), |_| list(findings, None, program, style::colours()))
-}
+/// The blockers in the order in which `pagefold run` meets them, with its exit codes.
+const CODES: [(&str, u8); 9] = [
+    ("capabilities", exit::NOT_PERMITTED),
+    ("ksm", exit::NO_KERNEL_SUPPORT),
+    ("kernel", exit::NO_KERNEL_SUPPORT),
+    ("page-size", exit::NO_KERNEL_SUPPORT),
+    ("lock", exit::KSM_TAKEN),
+    ("state", exit::FAILURE),
+    ("advisor", exit::KSM_TAKEN),
+    ("programs", exit::KSM_TAKEN),
+    ("run", exit::KSM_TAKEN),
+];
 
 /// The exit code with which `pagefold run` would end.
 fn code(findings: &[Finding]) -> u8 {
-    match findings.iter().find(|finding| finding.severity == Severity::Blocker).map(|finding| finding.id) {
-        None => exit::OK,
-        Some("kernel" | "ksm" | "page-size") => exit::NO_KERNEL_SUPPORT,
-        Some("capabilities") => exit::NOT_PERMITTED,
-        Some("run" | "advisor" | "programs") => exit::KSM_TAKEN,
-        Some(_) => exit::FAILURE,
-    }
+    let blocks = |id| findings.iter().any(|finding| finding.id == id && finding.severity == Severity::Blocker);
+    CODES.iter().find(|(id, _)| blocks(*id)).map_or(exit::OK, |(_, code)| *code)
+}
+
+/// Findings to show.
+#[derive(Debug)]
+pub struct Doctor<'a> {
+    pub findings: &'a [Finding],
+    /// The exit code that `run` would have.
+    pub code: u8,
+    /// The program whose `run` it is.
+    pub program: &'a str,
+    /// Whether to show notes and the checks that are fine.
+    pub verbose: bool,
 }
 
 fn worst(findings: &[Finding]) -> Severity {
     findings.iter().map(|finding| finding.severity).max().unwrap_or(Severity::Ok)
-}
-
-fn document(findings: &[Finding], fixed: Option<&Fixed>) -> Value {
-    json!({
-        "schema": SCHEMA,
-        "can_run": worst(findings) != Severity::Blocker,
-        "worst": worst(findings),
-        "findings": findings,
-        "fix": fixed.map(Fixed::json),
-    })
 }
 
 /// The sign and the colour of a severity.
@@ -78,57 +95,86 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
     }
 }
 
-/// The findings as text: first a line for each check that is fine, then the problems, the worst last.
-fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bool) -> String {
-    let width = findings.iter().map(|finding| finding.id.len()).max().unwrap_or(0);
-    let mut ordered: Vec<&Finding> = findings.iter().collect();
-    ordered.sort_by_key(|finding| finding.severity);
-    let mut text = String::new();
-    for finding in ordered {
-        let (mark, colour) = sign(finding.severity);
-        if finding.severity != Severity::Ok {
-            text.blank();
-        }
-        let id = format!("{:width$}", finding.id);
-        let mark = paint(mark, colour, coloured);
-        text.line(format!(" {mark} {}  {}", paint(&id, "1", coloured), finding.what));
-        for (label, line) in [("why:", &finding.why), ("do: ", &finding.todo)] {
-            if !line.is_empty() {
-                text.line(format!("   {:width$}  {} {line}", "", paint(label, "2", coloured)));
-            }
-        }
-    }
-    if let Some(fixed) = fixed {
-        text.blank();
-        for line in fixed.lines() {
-            text.line(format!(" {} {line}", paint("→", "36", coloured)));
-        }
-    }
-    text.blank();
-    text.line(verdict(findings, program));
-    text
-}
-
 fn paint(text: &str, colour: &str, coloured: bool) -> String {
     if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
 }
 
-fn verdict(findings: &[Finding], program: &str) -> String {
-    let mut problems = Vec::new();
-    for (severity, one, many) in [
-        (Severity::Note, "note", "notes"),
-        (Severity::Warning, "warning", "warnings"),
-        (Severity::Blocker, "blocker", "blockers"),
-    ] {
-        let number = findings.iter().filter(|finding| finding.severity == severity).count();
-        if number > 0 {
-            problems.push(style::count(number, one, many));
-        }
+impl Doctor<'_> {
+    pub fn print(&self, json: bool, fixed: Option<&Fixed>) -> anyhow::Result<()> {
+        output::print(json, &self.document(fixed), |_| self.text(fixed, style::colours()))
     }
-    let counts = if problems.is_empty() { "no problems".to_owned() } else { problems.join(", ") };
-    match worst(findings) {
-        Severity::Blocker => format!("{counts}: `{program} run` cannot work here yet. `{program} scan` can."),
-        _ => format!("{counts}: `{program} run` can work here."),
+
+    fn document(&self, fixed: Option<&Fixed>) -> Value {
+        json!({
+            "schema": SCHEMA,
+            "can_run": worst(self.findings) != Severity::Blocker,
+            "exit_code": self.code,
+            "worst": worst(self.findings),
+            "findings": self.findings,
+            "fix": fixed.map(Fixed::json),
+        })
+    }
+
+    /// The findings as text: the verdict, and then the findings, the worst first.
+    fn text(&self, fixed: Option<&Fixed>, coloured: bool) -> String {
+        let mut ordered: Vec<&Finding> = self.findings.iter().collect();
+        ordered.sort_by_key(|finding| Reverse(finding.severity));
+        if !self.verbose {
+            ordered.retain(|finding| finding.severity >= Severity::Warning);
+        }
+        let width = ordered.iter().map(|finding| finding.id.len()).max().unwrap_or(0);
+        let mut text = String::new();
+        text.line(self.verdict());
+        for (at, finding) in ordered.iter().enumerate() {
+            let (mark, colour) = sign(finding.severity);
+            if finding.severity != Severity::Ok || at == 0 {
+                text.blank();
+            }
+            let id = format!("{:width$}", finding.id);
+            let mark = paint(mark, colour, coloured);
+            text.line(format!(" {mark} {}  {}", paint(&id, "1", coloured), finding.what));
+            for (label, line) in [("why:", &finding.why), ("do: ", &finding.todo)] {
+                if !line.is_empty() {
+                    text.line(format!("   {:width$}  {} {line}", "", paint(label, "2", coloured)));
+                }
+            }
+        }
+        if let Some(fixed) = fixed {
+            text.blank();
+            for line in fixed.lines() {
+                text.line(format!(" {} {line}", paint("→", "36", coloured)));
+            }
+        }
+        let notes = self.number(Severity::Note);
+        if !self.verbose && notes > 0 {
+            text.blank();
+            text.line(format!("{}: see --verbose.", style::count(notes, "note", "notes")));
+        }
+        text
+    }
+
+    fn number(&self, severity: Severity) -> usize {
+        self.findings.iter().filter(|finding| finding.severity == severity).count()
+    }
+
+    fn verdict(&self) -> String {
+        let mut problems = Vec::new();
+        for (severity, one, many) in
+            [(Severity::Blocker, "blocker", "blockers"), (Severity::Warning, "warning", "warnings")]
+        {
+            let number = self.number(severity);
+            if number > 0 {
+                problems.push(style::count(number, one, many));
+            }
+        }
+        let counts = if problems.is_empty() { "no problems".to_owned() } else { problems.join(", ") };
+        let Self { program, code, .. } = self;
+        match worst(self.findings) {
+            Severity::Blocker => {
+                format!("`{program} run` cannot work here (exit code {code}): {counts}. `{program} scan` can.")
+            }
+            _ => format!("`{program} run` can work here: {counts}."),
+        }
     }
 }
 
@@ -153,16 +199,23 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_finding_comes_last_with_its_reason_and_remedy() {
-        golden::check("doctor.txt", &list(&findings(), None, "pagefold", false));
-        golden::check("doctor.json", &style::json(&document(&findings(), Some(&Fixed::Nothing))).unwrap());
-        assert!(list(&findings(), None, "pagefold", true).contains("\x1b[31m✗\x1b[0m"));
-        assert_eq!(verdict(&findings()[1..2], "pagefold"), "no problems: `pagefold run` can work here.");
+    fn the_worst_finding_comes_first_with_its_reason_and_remedy() {
+        let findings = findings();
+        let doctor = Doctor { findings: &findings, code: 7, program: "pagefold", verbose: false };
+        let verbose = Doctor { verbose: true, ..doctor };
+        let text = [doctor.text(Some(&Fixed::Nothing), false), verbose.text(None, false)].join("\n-- --verbose --\n\n");
+        golden::check("doctor.txt", &text);
+        golden::check("doctor.json", &style::json(&doctor.document(Some(&Fixed::Nothing))).unwrap());
+        assert!(doctor.text(None, true).contains("\x1b[31m✗\x1b[0m"));
+        let fine = Doctor { findings: &findings[1..2], ..verbose };
+        assert_eq!(fine.verdict(), "`pagefold run` can work here: no problems.");
     }
 
     #[test]
-    fn the_code_is_that_of_the_first_blocker() {
+    fn the_code_is_that_of_the_first_check_that_fails_in_a_run() {
         assert_eq!(code(&findings()), exit::KSM_TAKEN);
         assert_eq!(code(&findings()[1..]), exit::OK);
+        let denied = blocker("no", "", "").called("capabilities");
+        assert_eq!(code(&[findings(), vec![denied]].concat()), exit::NOT_PERMITTED);
     }
 }

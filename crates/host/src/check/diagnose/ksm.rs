@@ -1,9 +1,10 @@
 //! Findings about KSM and about other programs that use it.
 
 use super::{Finding, blocker, note, ok, warning};
-use crate::check::facts::{Fact, MachineFacts, Release};
+use crate::check::facts::{Fact, FoundState, KSMTUNED, MachineFacts, Release, VIRT_HANDLER};
 use crate::check::users::sentence;
 use pagefold_engine::units::Pages;
+use pagefold_ksm::Knob;
 use pagefold_ksm::request::Carrier;
 
 /// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
@@ -95,6 +96,14 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
     let merged = counters.pages_sharing.0 > 0;
     match knobs.run {
         1 if ours => ok("ksmd is driven by a running pagefold"),
+        1 if killed(facts).is_some_and(|found| found.state.is_ours(Knob::Run, 1)) => {
+            ok("ksmd still runs for a pagefold that was killed")
+        }
+        1 if virt_handler(facts).is_some() => blocker(
+            "ksmd is running already (run is 1)",
+            "virt-handler, KubeVirt's agent on this node, may have set it",
+            "remove ksmConfiguration from the KubeVirt resource, or leave KSM to KubeVirt",
+        ),
         1 if !knobs.orphaned().is_empty() && facts.state == Fact::Absent => blocker(
             "ksmd is running already (run is 1)",
             "a pagefold whose files are not visible here drives it, or has left it running",
@@ -129,11 +138,11 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
     let (Fact::Is(running), Fact::Is(users)) = (&facts.programs, &facts.users) else {
         return note("the process list cannot be read", "programs that use KSM are not detected", "mount /proc");
     };
-    if let Some((pid, name)) = running.first() {
+    if let Some((pid, name)) = running.iter().find(|(_, name)| name == KSMTUNED) {
         return blocker(
             format!("{name} (pid {pid}) is running"),
-            "ksmtuned sets the same knobs as pagefold",
-            "systemctl disable --now ksmtuned",
+            "it sets the same knobs as pagefold, by the host's free memory",
+            "systemctl disable --now ksmtuned (on Proxmox VE, too)",
         );
     }
     // What a running pagefold has marked is its own.
@@ -141,24 +150,51 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
     let mut others = users.clone();
     others.retain(|user| user.is_marked_by_itself || !is_running);
     if others.is_empty() {
-        return ok("no other program uses KSM");
+        let Some(pid) = virt_handler(facts) else { return ok("no other program uses KSM") };
+        return note(
+            format!("virt-handler (pid {pid}) is running"),
+            "KubeVirt's agent sets the same knobs as pagefold if ksmConfiguration selects this node",
+            "nothing, unless ksmConfiguration is set",
+        );
     }
+    let by_itself = others.iter().filter(|user| user.is_marked_by_itself).count();
+    let who = match others.len() - by_itself {
+        0 => "who marked it: MemoryKSM= in a unit, pagefold exec, or the program itself, each for a whole process",
+        others if others == users.len() => {
+            "who marked it: QEMU for its guests (mem-merge), or an earlier run of pagefold"
+        }
+        _ => "who marked it: MemoryKSM=, pagefold exec, QEMU for its guests, or an earlier run of pagefold",
+    };
     note(
         format!("KSM is used by {}", sentence(&others)),
         "ksmd scans all memory that is marked, also outside of pagefold's scope",
-        "nothing, if that is intended (pagefold exec, MemoryKSM=, QEMU; an earlier run of pagefold)",
+        &format!("nothing, if that is intended ({who})"),
     )
 }
 
+fn virt_handler(facts: &MachineFacts) -> Option<i32> {
+    facts.programs.known()?.iter().find(|(_, name)| name == VIRT_HANDLER).map(|(pid, _)| *pid)
+}
+
+/// What a run that was killed in this boot has left. The next run restores it before anything else.
+fn killed(facts: &MachineFacts) -> Option<&FoundState> {
+    facts.state.known().filter(|found| found.this_boot && !found.holder_alive && found.state.holder.is_some())
+}
+
 pub(super) fn lock(facts: &MachineFacts) -> Finding {
-    match &facts.lock_holder {
-        Fact::Is(holder) => {
+    const ONE: &str = "only one can drive KSM at a time";
+    match (&facts.lock_holder, &facts.state) {
+        (Fact::Is(holder), _) => {
             let pid = holder.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-            note(format!("another pagefold drives KSM{pid}"), "only one can run at a time", "see pagefold status")
+            blocker(format!("pagefold is running already{pid}"), ONE, "nothing: see pagefold status")
         }
-        Fact::Absent => ok("no other pagefold is running"),
-        Fact::Denied => note("the lock file cannot be read", "another pagefold may be running", "run as root"),
-        Fact::Malformed(what) => {
+        (Fact::Absent, Fact::Is(FoundState { holder_alive: true, state, .. })) => {
+            let pid = state.holder.map(|holder| holder.pid).unwrap_or_default();
+            blocker(format!("pagefold is running already (pid {pid}), with another lock file"), ONE, "stop that one")
+        }
+        (Fact::Absent, _) => ok("no other pagefold is running"),
+        (Fact::Denied, _) => note("the lock file cannot be read", "another pagefold may be running", "run as root"),
+        (Fact::Malformed(what), _) => {
             warning(format!("the lock file is unusable: {what}"), "a run must take the lock", "remove that file")
         }
     }
@@ -184,9 +220,9 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
             let knobs = found.state.turned.keys().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             if found.state.holder.is_some() {
                 warning(
-                    format!("a run that was killed left these knobs changed: {knobs}"),
+                    format!("a run was killed and left KSM's settings changed: {knobs}"),
                     "ksmd may be scanning without need",
-                    "pagefold doctor --fix (the next run does it too)",
+                    "nothing if pagefold starts again: `run` recovers by itself. Otherwise: pagefold doctor --fix",
                 )
             } else {
                 note(
