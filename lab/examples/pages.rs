@@ -17,7 +17,7 @@ fn main() -> Result<()> {
 }
 
 fn write(directory: &Path) -> Result<()> {
-    writer::write(directory, program())
+    writer::write(directory, program(), &[])
 }
 
 fn program() -> clap::Command {

@@ -25,6 +25,7 @@
 
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
+use commands::examples;
 use commands::sketch as sketches;
 use commands::{config as files, control as requests, doctor, exec, explain, include, run, scan, status, top, unmerge};
 use control::protocol::Request;
@@ -61,7 +62,7 @@ mod sketch;
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true, max_term_width = 100)]
-#[command(after_help = "Exit codes: 0 success, 1 failure, 2 usage, 3 not permitted, 4 kernel support missing, \
+#[command(after_long_help = "Exit codes: 0 success, 1 failure, 2 usage, 3 not permitted, 4 kernel support missing, \
     5 nothing in scope, 6 target refused, 7 KSM in use by another program, 8 no daemon running, 126 and 127 as in a shell (exec).")]
 struct Cli {
     #[command(subcommand)]
@@ -70,36 +71,54 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show how much memory could be saved on this host, or in a scope, and where, without changing anything
+    /// Show how much memory could be saved, and where; changes nothing
+    #[command(after_long_help = examples::SCAN)]
     Scan(scan::ScanArgs),
-    /// Write sketches of this host's workloads (digests, no contents), to compare them with other hosts
+    /// Write sketches of workloads, to compare them with other hosts
+    ///
+    /// A sketch has a sample of the digests of pages, and no contents.
+    #[command(after_long_help = examples::SKETCH)]
     Sketch(sketches::SketchArgs),
     /// Merge the memory of running processes until stopped
+    #[command(after_long_help = examples::RUN)]
     Run(RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
+    #[command(after_long_help = examples::STATUS)]
     Status(status::StatusArgs),
-    /// Show live how much is saved, by process or workload, and what the daemon does and why
+    /// Show live what is saved, by process or workload, and why
+    #[command(after_long_help = examples::TOP)]
     Top(top::TopArgs),
-    /// Show, region by region, how the daemon judges a process's memory and what happens next
+    /// Show how the daemon judges each region of a process, and why
+    #[command(after_long_help = examples::EXPLAIN)]
     Explain(explain::ExplainArgs),
     /// Change how much CPU time the daemon may use
+    #[command(after_long_help = examples::GOVERNOR)]
     Governor(requests::GovernorArgs),
     /// Pause the daemon: read, mark and merge nothing until resumed
     Pause(requests::PauseArgs),
     /// Resume a paused daemon
     Resume(requests::PauseArgs),
     /// Start a program whose memory KSM may merge, without ever tracing it
+    #[command(after_long_help = examples::EXEC)]
     Exec(exec::ExecArgs),
-    /// Unmerge the memory of processes; a running daemon won't merge them again until `include`
+    /// Unmerge processes; a running daemon leaves them alone from then on
+    ///
+    /// Each process gets its own copies of merged pages again. A running daemon does this itself, and won't merge the
+    /// processes again until `pagefold include`.
+    #[command(after_long_help = examples::UNMERGE)]
     Unmerge(unmerge::UnmergeArgs),
     /// Let the daemon merge processes again that unmerge has kept out
+    #[command(after_long_help = examples::INCLUDE)]
     Include(include::IncludeArgs),
-    /// Check whether this machine can run pagefold, and show what to change if not
+    /// Check whether this machine can run pagefold, and say what to change
+    ///
+    /// The exit code is the one that `pagefold run` would have.
+    #[command(after_long_help = examples::DOCTOR)]
     Doctor(doctor::DoctorArgs),
     /// Check the configuration files, or show their settings
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::CONFIG)]
     Config(files::ConfigCommand),
-    /// Show in a minute how pagefold works, using processes that it starts itself
+    /// Show in a minute how pagefold works, on processes that it starts
     Demo(demo::DemoArgs),
     /// Hold memory for the demonstration
     #[command(hide = true)]
@@ -144,4 +163,22 @@ pub fn main() -> ExitCode {
         Command::Injector => pagefold_inject::serve(),
     };
     pagefold_text::program::finish("pagefold", result)
+}
+
+#[cfg(test)]
+mod tests {
+    /// The rows and columns that a terminal has if nobody has changed it, without one for the prompt.
+    const ROWS: usize = 23;
+    const COLUMNS: usize = 80;
+
+    #[test]
+    fn short_help_fits_a_terminal() {
+        let mut command = super::command().term_width(COLUMNS);
+        command.build();
+        for subcommand in command.get_subcommands_mut().filter(|command| !command.is_hide_set()) {
+            let help = subcommand.render_help().to_string();
+            let columns = help.lines().map(|line| line.chars().count()).max();
+            assert!(help.lines().count() <= ROWS && columns <= Some(COLUMNS), "{help}");
+        }
+    }
 }

@@ -204,7 +204,12 @@ fn other_users_of_ksm_are_named_with_what_they_hold() {
     }
     assert!(status["others"].as_array().unwrap().iter().all(|row| pids.iter().all(|&pid| row["pid"] != pid)));
     assert_has(&succeed(&["status"]), &["others", &format!("(pid {})", others[0].pid())]);
-    let doctor = json_of(&["doctor"]);
+    // The exit code is 7, since no second run is possible.
+    let doctor: Value = serde_json::from_slice(&pagefold(&["doctor", "--json"]).stdout).unwrap();
+    assert_eq!(
+        (&doctor["exit_code"], &row(&doctor["findings"], "id", "lock")["severity"]),
+        (&7.into(), &"blocker".into())
+    );
     let what = |id: &str| row(&doctor["findings"], "id", id)["what"].as_str().unwrap().to_owned();
     assert_has(&what("programs"), &["KSM is used by holder (pid"]);
     // By frames: each pair of families saves one of two copies, however many children map it.

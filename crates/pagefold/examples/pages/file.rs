@@ -62,7 +62,7 @@ fn metrics() -> Roff {
         roff.control("TP", []).text([bold(metric.name), roman(format!(" ({}{labels})", metric.kind))]);
         roff.text([roman(format!("{}.", metric.help))]);
     }
-    see_also(&mut roff, [("pagefold-run".to_owned(), "1"), ("pagefold-json".to_owned(), "5")].into_iter());
+    see_also(&mut roff, [("pagefold-run".to_owned(), "8"), ("pagefold-json".to_owned(), "5")].into_iter());
     roff
 }
 

@@ -14,7 +14,7 @@ fn main() -> Result<()> {
 }
 
 fn write(directory: &Path) -> Result<()> {
-    writer::write(directory, program())?;
+    writer::write(directory, program(), &pagefold::reference::TABLES)?;
     for (name, page) in file::pages() {
         page.to_writer(&mut writer::create(&directory.join(format!("pagefold/share/man/man5/{name}.5")))?)?;
     }

@@ -27,8 +27,11 @@ fn every_command_has_a_page_with_all_its_options() {
     assert!(main_page.contains("SH \"EXIT STATUS\"") && main_page.contains("pagefold.toml"), "{main_page}");
     for subcommand in program.get_subcommands() {
         let name = format!("{name}-{}", subcommand.get_name());
-        assert!(main_page.contains(&format!("{name}(1)")), "{name}");
-        let page = page_text(directory.path(), program.get_name(), 1, &name);
+        let section = if name == "pagefold-run" { 8 } else { 1 };
+        assert!(main_page.contains(&format!("{name}({section})")), "{name}");
+        let page = page_text(directory.path(), program.get_name(), section, &name);
+        let has_examples = subcommand.get_after_long_help().is_some();
+        assert_eq!(page.contains("SH EXAMPLES"), has_examples, "{name}");
         for nested in subcommand.get_subcommands() {
             let page = format!("{name}-{}", nested.get_name());
             assert!(page_text(directory.path(), program.get_name(), 1, &page).contains("SYNOPSIS"), "{page}");

@@ -35,6 +35,18 @@ fn every_json_field_and_every_metric_is_in_the_manual() {
 }
 
 #[test]
+fn the_page_of_the_daemon_has_its_files_signals_and_variables() {
+    let directory = written();
+    let page = page_text(directory.path(), "pagefold", 8, "pagefold-run");
+    for (title, _, rows) in reference::TABLES {
+        assert!(page.contains(&format!("SH {title}")), "{title}");
+        for (item, meaning) in rows {
+            assert!(page.contains(item) && page.contains(meaning), "{item}");
+        }
+    }
+}
+
+#[test]
 fn bash_completes_a_command_line() {
     let directory = written();
     let script = "source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))\n\

@@ -11,8 +11,14 @@ use std::path::Path;
 
 pub const SOURCE: &str = concat!("pagefold ", env!("CARGO_PKG_VERSION"));
 
+/// A table for manual pages: its title, its pages, and its rows.
+type Table = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
+
+/// The daemon's page. It's in section 8, those of the other commands are in section 1.
+const DAEMON: &str = "pagefold-run";
+
 /// Writes a directory with the program's name. Its files have the same paths as below /usr/local.
-pub fn write(directory: &Path, program: Command) -> Result<()> {
+pub fn write(directory: &Path, program: Command, tables: &[Table]) -> Result<()> {
     let name = program.get_name().to_owned();
     let share = directory.join(&name).join("share");
     for (shell, path) in [
@@ -24,7 +30,7 @@ pub fn write(directory: &Path, program: Command) -> Result<()> {
     }
     let mut program = program.disable_help_subcommand(true);
     program.build();
-    page(&program, &share.join("man/man1"), None)
+    page(&program, &share.join("man"), None, tables)
 }
 
 pub fn create(path: &Path) -> Result<File> {
@@ -36,7 +42,7 @@ pub fn create(path: &Path) -> Result<File> {
 /// A command line without its hidden subcommands.
 pub fn shown(name: &'static str, program: &Command) -> Command {
     let about = program.get_about().cloned().unwrap_or_default();
-    let after_help = program.get_after_help().cloned().unwrap_or_default();
+    let after_help = program.get_after_help().or(program.get_after_long_help()).cloned().unwrap_or_default();
     Command::new(name)
         .version(env!("CARGO_PKG_VERSION"))
         .propagate_version(true)
@@ -50,14 +56,19 @@ fn page_name(command: &Command) -> String {
     command.get_display_name().unwrap_or(command.get_name()).to_owned()
 }
 
+fn section(name: &str) -> &'static str {
+    if name == DAEMON { "8" } else { "1" }
+}
+
 /// Writes the pages of a command and its subcommands.
-fn page(command: &Command, directory: &Path, parent: Option<&Command>) -> Result<()> {
+fn page(command: &Command, directory: &Path, parent: Option<&Command>, tables: &[Table]) -> Result<()> {
     let name = page_name(command);
+    let number = section(&name);
     let others = parent.into_iter().chain(command.get_subcommands()).map(page_name);
     for subcommand in command.get_subcommands() {
-        page(subcommand, directory, Some(command))?;
+        page(subcommand, directory, Some(command), tables)?;
     }
-    let man = Man::new(command.clone()).source(SOURCE).manual("pagefold manual");
+    let man = Man::new(command.clone()).section(number).source(SOURCE).manual("pagefold manual");
     let mut text = Vec::new();
     man.render_title(&mut text)?;
     man.render_name_section(&mut text)?;
@@ -68,15 +79,43 @@ fn page(command: &Command, directory: &Path, parent: Option<&Command>) -> Result
         man.render_subcommands_section(&mut text)?;
     }
     let mut end = Roff::new();
+    if let Some(help) = command.get_after_long_help() {
+        examples(&mut end, &help.to_string());
+    }
+    for (title, _, rows) in tables.iter().filter(|(_, pages, _)| pages.contains(&name.as_str())) {
+        end.control("SH", [*title]);
+        for (item, meaning) in *rows {
+            end.control("TP", []).text([bold(*item)]).text([roman(format!("{meaning}."))]);
+        }
+    }
     if let Some(codes) = command.get_after_help() {
         end.control("SH", ["EXIT STATUS"]);
         end.text([roman(codes.to_string().trim_start_matches("Exit codes: "))]);
     }
     let files = ["pagefold.toml", "pagefold-json", "pagefold-metrics"].map(|file| (file.to_owned(), "5"));
-    see_also(&mut end, others.map(|other| (other, "1")).chain(files));
+    let others = others.map(|other| {
+        let number = section(&other);
+        (other, number)
+    });
+    see_also(&mut end, others.chain(files));
     end.to_writer(&mut text)?;
-    create(&directory.join(format!("{name}.1")))?.write_all(&text)?;
+    // clap_mangen takes all commands to be in the same section.
+    let daemon = DAEMON.replace('-', "\\-");
+    let text = String::from_utf8(text)?.replace(&format!("{daemon}(1)"), &format!("{daemon}(8)"));
+    create(&directory.join(format!("man{number}/{name}.{number}")))?.write_all(text.as_bytes())?;
     Ok(())
+}
+
+/// The examples at the end of a command's help: lines to copy, each with what it does below it.
+fn examples(roff: &mut Roff, help: &str) {
+    let Some(examples) = help.strip_prefix("Examples:\n") else { return };
+    roff.control("SH", ["EXAMPLES"]);
+    for line in examples.lines() {
+        match line.strip_prefix("      ") {
+            Some(meaning) => roff.text([roman(meaning)]),
+            None => roff.control("TP", []).text([bold(line.trim_start())]),
+        };
+    }
 }
 
 /// The last section, which lists related pages with their sections.

@@ -53,12 +53,14 @@ pub struct ScanArgs {
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     pub json: bool,
-    /// Also write the result to this file, as a self-contained web page with a map of each process (for which we read
-    /// every page, or, above 16 GiB in all, a larger sample)
+    /// Also write the result to this file, as a web page
+    ///
+    /// The page is self-contained, and has a map of each process, for which we read every page or, above 16 GiB in all, a
+    /// larger sample.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", hide_short_help = true)]
     pub seed: Option<u64>,
 }
 

@@ -80,18 +80,33 @@ fn of_sections(sections: &[&str]) -> impl Iterator<Item = &'static OptionSpec> {
     all().filter(|option| option.flag().is_some() && sections.contains(&option.section))
 }
 
+/// The flags that `-h` shows, so that it fits a screen. `--help` shows all.
+const COMMON: [&str; 7] = ["--cgroup", "--user", "--unit", "--vm", "--container", "--pod", "--governor"];
+
+/// The beginning of a description, up to its details.
+fn short(help: &str) -> &str {
+    let end = [" (", ": ", "; "].iter().filter_map(|mark| help.find(mark)).min();
+    &help[..end.unwrap_or(help.len())]
+}
+
 fn argument(option: &OptionSpec) -> Arg {
     let mut help = option.help.to_owned();
     if let Some(range) = option.allowed.range() {
         let _ = write!(help, " ({range})");
     }
-    let argument = Arg::new(option.key).long(option.flag()).help_heading(option.heading).hide(option.is_hidden());
-    let Some(value_name) = option.value_name() else { return argument.action(ArgAction::SetTrue).help(help) };
+    let is_common = COMMON.iter().any(|flag| option.usage.split(' ').next() == Some(*flag));
+    let argument = Arg::new(option.key)
+        .long(option.flag())
+        .help_heading(option.heading)
+        .hide(option.is_hidden())
+        .hide_short_help(!is_common)
+        .help(short(option.help));
+    let Some(value_name) = option.value_name() else { return argument.action(ArgAction::SetTrue).long_help(help) };
     if let Some(default) = option.default() {
         let _ = write!(help, " [default: {default}]");
     }
     let is_list = matches!(option.allowed, Allowed::List | Allowed::Programs);
-    argument.action(if is_list { ArgAction::Append } else { ArgAction::Set }).value_name(value_name).help(help)
+    argument.action(if is_list { ArgAction::Append } else { ArgAction::Set }).value_name(value_name).long_help(help)
 }
 
 fn read(options: &mut Options, option: &OptionSpec, matches: &ArgMatches) -> Result<(), Error> {
@@ -146,7 +161,7 @@ mod tests {
 
     #[test]
     fn help_shows_ranges_and_defaults() {
-        let help = <Cli as clap::CommandFactory>::command().render_help().to_string();
+        let help = <Cli as clap::CommandFactory>::command().render_long_help().to_string();
         let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
         for part in ["(1s to 1h) [default: 15s]", "[default: auto]"] {
             assert!(help.contains(part), "{part} is missing in {help}");

@@ -1,0 +1,91 @@
+//! Examples of each command, for `--help` and the manual pages: a line to copy, and below it what it does.
+//!
+//! If a command line lacks something, we answer with the first example that has it.
+
+pub const SCAN: &str = "\
+Examples:
+  pagefold scan
+      The whole host, by program and by workload
+  pagefold scan redis-server 4711
+      All processes of a program, and one more process
+  pagefold scan --unit nginx --exact --html scan.html
+      A service, with every page read, and with a map of each process";
+
+pub const SKETCH: &str = "\
+Examples:
+  pagefold sketch --all --key /etc/pagefold/fleet.key -o host.parquet
+      All workloads of this host, for pagefold-fleet";
+
+pub const RUN: &str = "\
+Examples:
+  pagefold run redis-server
+      Merge all processes of a program, also those that start later, until Ctrl-C
+  pagefold run --unit nginx --unit php-fpm --governor low
+      Two services, with up to 20 % of a core
+  pagefold run --vm web1 --vm web2 --dry-run --for 60
+      See for a minute what would be merged
+  pagefold run --config /etc/pagefold/pagefold.toml
+      What the service runs";
+
+pub const STATUS: &str = "\
+Examples:
+  pagefold status
+      What is saved, and what it costs
+  pagefold status --json
+      The same for programs: see pagefold-json(5)";
+
+pub const TOP: &str = "\
+Examples:
+  pagefold top
+      What is saved now; h shows all keys
+  pagefold top --since 2h
+      Begin with the savings of the last two hours
+  pagefold top --html top.html
+      A web page about the last day";
+
+pub const EXPLAIN: &str = "\
+Examples:
+  pagefold explain 4711
+      Each region of process 4711
+  pagefold explain $(pidof -s redis-server)
+      A process of a program";
+
+pub const GOVERNOR: &str = "\
+Examples:
+  pagefold governor quiet
+      Up to 1 % of a core
+  pagefold governor auto
+      From quiet to full as memory gets scarce";
+
+pub const EXEC: &str = "\
+Examples:
+  pagefold exec -- ./worker
+      Start a program whose memory KSM may merge";
+
+pub const UNMERGE: &str = "\
+Examples:
+  pagefold unmerge redis-server
+      All processes of a program
+  pagefold unmerge --unit nginx
+      A service";
+
+pub const INCLUDE: &str = "\
+Examples:
+  pagefold include --unit nginx
+      Let the daemon merge a service again";
+
+pub const DOCTOR: &str = "\
+Examples:
+  pagefold doctor
+      What is wrong
+  pagefold doctor --verbose
+      Everything that was checked
+  pagefold doctor --fix
+      Restore the KSM settings that a killed run has left";
+
+pub const CONFIG: &str = "\
+Examples:
+  pagefold config check
+      Check /etc/pagefold/pagefold.toml, and the files in pagefold.toml.d
+  pagefold config show
+      Show each setting, and where it comes from";

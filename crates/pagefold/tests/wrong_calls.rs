@@ -1,0 +1,82 @@
+//! Wrong command lines that people type: each is answered with the line that would have worked, or just works.
+
+use pagefold_testkit::{assert_fails, pagefold};
+
+/// A wrong command line, and the line that we answer with.
+const CALLS: &[(&[&str], &str)] = &[
+    // misspelt
+    (&["scna"], "scan"),
+    (&["Status"], "status"),
+    (&["scan", "--exat"], "scan --exact"),
+    (&["run", "--exe", "redis-server", "--goveror", "low"], "run --exe redis-server --governor low"),
+    (&["run", "--dry_run", "redis-server"], "run --dry-run redis-server"),
+    (&["stats", "--jsn"], "status --json"),
+    (&["config", "chek"], "config check"),
+    (&["unmerge", "-pid", "4711"], "unmerge --pid 4711"),
+    (&["run", "-exe=redis-server"], "run --exe=redis-server"),
+    // called otherwise by other programs
+    (&["start", "redis-server"], "run redis-server"),
+    (&["merge", "--name", "redis-server"], "run --exe redis-server"),
+    (&["list"], "scan"),
+    (&["scan", "-p", "4711"], "scan --pid 4711"),
+    (&["run", "--service=nginx", "--duration", "60"], "run --unit=nginx --for 60"),
+    (&["unmerge", "--docker", "3f0c1d2e9a7b"], "unmerge --container 3f0c1d2e9a7b"),
+    (&["version"], "--version"),
+    // in the wrong place
+    (&["--exe", "redis-server"], "scan --exe redis-server"),
+    (&["scan", "--json=true"], "scan --json"),
+    (&["run", "--pid", "redis-server"], "run --exe redis-server"),
+    (&["scan", "--pid=my server"], "scan '--exe=my server'"),
+    (&["explain", "redis-server"], "explain $(pidof -s redis-server)"),
+    (&["top", "--since", "6"], "top --since 6h"),
+    // incomplete
+    (&["explain"], "explain 4711"),
+    (&["exec"], "exec -- ./worker"),
+    (&["governor"], "governor quiet"),
+    (&["scan", "--html"], "scan --unit nginx --exact --html scan.html"),
+];
+
+/// Lines that need not be answered, because they work: words for which other programs need a flag.
+const WORK: &[&[&str]] = &[
+    &["scan", "redis-server"],
+    &["scan", "4711"],
+    &["scan", "/usr/bin/redis-server"],
+    &["run", "redis-server", "--for", "60"],
+    &["run", "--pid", "4711", "4712", "4713"],
+    &["unmerge", "4711"],
+    &["include", "redis-server"],
+];
+
+/// clap reads the arguments before --help, and --help makes the program do nothing.
+#[track_caller]
+fn assert_parses(words: &[&str]) {
+    let output = pagefold(&[words, &["--help"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_wrong_call_is_answered_with_the_line_that_works() {
+    assert!(CALLS.len() >= 20);
+    for (wrong, right) in CALLS {
+        assert_fails(wrong, 2, &format!("; try pagefold {right}\n"));
+        // As the shell would pass it.
+        let words = right.replace("$(pidof -s redis-server)", "1").replace("'--exe=my server'", "--exe=my_server");
+        let words: Vec<&str> = words.split(' ').take_while(|word| *word != "--").collect();
+        assert_parses(&words);
+    }
+    for words in WORK {
+        assert_parses(words);
+    }
+}
+
+#[test]
+fn what_nobody_can_guess_is_answered_with_the_help_of_the_command() {
+    for (wrong, help) in [
+        (&["frobnicate"][..], "pagefold --help"),
+        (&["run", "--frobnicate"], "pagefold run --help"),
+        (&["config", "check", "--frobnicate"], "pagefold config check --help"),
+        (&["explain", "-1"], "pagefold explain --help"),
+    ] {
+        assert_fails(wrong, 2, &format!("; see {help}\n"));
+    }
+}
