@@ -34,18 +34,23 @@ pub struct SketchArgs {
     pub scope: ScopeArgs,
     #[command(flatten)]
     pub deny: DenyFlags,
-    /// The key that all hosts of the fleet share, instead of the one that the configuration file names: 64 hexadecimal
-    /// digits, in a file that only root can read
+    /// The key that all hosts of the fleet share
+    ///
+    /// 64 hexadecimal digits, in a file that only root can read. By default we use the key that the configuration file
+    /// names.
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
     /// Name of this host in the fleet [default: its host name]
     #[arg(long, value_name = "NAME")]
     pub host: Option<String>,
-    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads files named
-    /// HOST.parquet
+    /// Write the sketches to this file
+    ///
+    /// The file is Parquet, schema pagefold.sketch/1. pagefold-fleet reads files named HOST.parquet.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
-    /// Read the options that aren't given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// Read other options from this file
+    ///
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists and no
     /// scope is given]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
