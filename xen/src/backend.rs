@@ -5,13 +5,14 @@ use crate::host::{Clock, Guest, XenError, XenHost};
 use crate::hypervisor::{CallError, Hypervisor};
 use pagefold::audit::Owner;
 use pagefold::backend::{Backend, Ending};
+use pagefold::commands::run::reload::ActiveSettings;
 use pagefold::control::orders::{self, Orders};
 use pagefold::control::queue::{Facts, Order, RunFacts, TargetFacts};
-use pagefold::events::Events;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::keys::RegionKey;
 use pagefold_host::live::{Ended, Event};
 use pagefold_host::scope::Selector;
+use pagefold_host::scope::kept_out::KeptOut;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use std::collections::BTreeMap;
@@ -60,7 +61,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
             injector_restarts: 0,
             targets: targets.collect(),
             domains: self.trusts().to_vec(),
-            kept_out: Vec::new(),
+            kept_out: KeptOut::default(),
             merged_domain: None,
             limited: BTreeMap::new(),
             run,
@@ -74,7 +75,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
         left_alone.map(|left| Event::LeftAlone { pid: left.pid, name: left.name, why: left.reason }).collect()
     }
 
-    fn carry_out(&mut self, _orders: &mut Orders, new: Vec<Order>, _events: &mut Events) {
+    fn carry_out(&mut self, _orders: &mut Orders, new: Vec<Order>, _active: &mut ActiveSettings<'_>) {
         let line = "this pagefold shares memory of Xen's guests, not of processes; stop it first";
         orders::refuse(new, &Exit::new(exit::KSM_TAKEN, line));
     }

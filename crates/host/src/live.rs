@@ -258,6 +258,11 @@ impl LiveHost {
         self.limits.name(key)
     }
 
+    /// Whether this host changes nothing.
+    pub fn is_dry_run(&self) -> bool {
+        self.actuator.is_none()
+    }
+
     /// Memory that KSM saves on the whole machine; 0 if we can't read its counters.
     pub fn saved_bytes(&self) -> u64 {
         self.machine.ksm_view().unwrap_or_default().saved().bytes().0
@@ -266,6 +271,18 @@ impl LiveHost {
     /// The processes kept out by request.
     pub fn kept_out(&self) -> &KeptOut {
         &self.rules.kept_out
+    }
+
+    /// Keeps out these processes. Call it before the first round.
+    pub fn set_kept_out(&mut self, kept_out: KeptOut) {
+        self.rules.kept_out = kept_out;
+    }
+
+    /// Replaces the scope. We remove the marks of processes that leave it.
+    pub fn set_scope(&mut self, scope: ScopeSpec) {
+        self.rules.scope = by_number(scope);
+        self.discovery.new_processes.examine_all();
+        self.judge_again();
     }
 
     /// Names of the trust domains seen so far, by key.

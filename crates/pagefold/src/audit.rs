@@ -9,7 +9,7 @@ mod entry;
 mod file;
 
 use crate::config::ownership::shown;
-pub use entry::{Change, Entry, Owner};
+pub use entry::{Change, Demand, Entry, Owner};
 use file::LogFile;
 use pagefold_text::exit::Exit;
 use pagefold_text::sink::Sink;

@@ -2,13 +2,14 @@
 //! ([`crate::daemon`]) serves this machine's processes, Xen guests (pagefold-xen), and the simulated host of tests.
 
 use crate::audit::Owner;
+use crate::background::Background;
 use crate::commands::run::progress::Progress;
 use crate::commands::run::reload::ActiveSettings;
 use crate::config::ownership::shown;
 use crate::config::scope::{ScopeArgs, explain};
 use crate::control::orders::Orders;
 use crate::control::queue::{Facts, Order, RunFacts};
-use crate::events::Events;
+use crate::kept_out;
 use crate::output::xen::XenView;
 use crate::sketch;
 use pagefold_engine::engine::Engine;
@@ -17,6 +18,7 @@ use pagefold_engine::host::Host;
 use pagefold_engine::keys::{LimitKey, RegionKey};
 use pagefold_host::live::{Ended, Event, LiveError, LiveHost};
 use pagefold_text::exit::{self, Exit};
+use std::sync::mpsc::Receiver;
 
 /// A machine that the daemon works on. Its targets are processes or guests.
 pub trait Backend: Host + Sized {
@@ -56,7 +58,7 @@ pub trait Backend: Host + Sized {
     }
 
     /// Begins new requests about targets, and answers finished ones.
-    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, events: &mut Events);
+    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, active: &mut ActiveSettings<'_>);
 
     /// Reads the settings again if SIGHUP asks for that. Returns the governor if it has changed.
     fn reload(
@@ -86,6 +88,21 @@ pub struct Ending {
     pub ended: Ended,
     /// Xen's own figures, if the targets were Xen guests.
     pub xen: Option<XenView>,
+}
+
+/// Keeps the list of processes that are kept out: they may have had children since it was last written. A hanging disk
+/// delays us by a moment only.
+fn keep(host: &LiveHost) {
+    let kept_out = host.kept_out().clone();
+    if host.is_dry_run() || kept_out.entries().is_empty() {
+        return;
+    }
+    // Dropping it waits.
+    let _ = Background::start("kept out", move |_: Receiver<()>| {
+        if let Err(why) = kept_out::write(&kept_out) {
+            complain!("the list of excluded processes is not up to date: {why}");
+        }
+    });
 }
 
 impl Backend for LiveHost {
@@ -129,8 +146,8 @@ impl Backend for LiveHost {
         self.limited_cgroup(limit).map(shown).unwrap_or_default()
     }
 
-    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, events: &mut Events) {
-        orders.serve(new, self, events);
+    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, active: &mut ActiveSettings<'_>) {
+        orders.serve(new, self, active);
     }
 
     fn reload(
@@ -153,6 +170,7 @@ impl Backend for LiveHost {
 
     fn finish(self) -> Ending {
         let judged = self.targets().filter(|target| target.exclusion.is_none()).count();
+        keep(&self);
         Ending { judged, ended: self.finish(), xen: None }
     }
 }

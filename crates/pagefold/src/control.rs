@@ -12,6 +12,8 @@ pub mod server;
 
 use crate::commands::explain;
 use crate::commands::status::Status;
+use crate::kept_out;
+use orders::Answer;
 use pagefold_procmem::os::peer::group_id;
 use pagefold_text::exit::{self, Exit};
 use protocol::{GROUP, PATH, Request};
@@ -19,7 +21,7 @@ use queue::RequestSender;
 use serde::Serialize;
 use server::Server;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use tracing::debug;
 
 /// Serves the socket. If that fails, the run goes on without a socket. A dry run doesn't replace another run's socket.
@@ -37,9 +39,31 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
 fn answer(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
     debug!(target: "control", ?request, uid);
     match request {
-        Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
+        Request::Unmerge(_) | Request::Include(_) | Request::Reload => order(requests, request, uid),
         request => view(requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
     }
+}
+
+fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
+    let ordered = requests.order(request, uid);
+    // A request that failed may have changed the list, too: it may only have taken too long.
+    let not_kept = keep(requests).err();
+    let mut answer = ordered?;
+    match &mut answer {
+        Answer::Unmerged(summary) => summary.not_kept = not_kept,
+        Answer::Included(included) => included.not_kept = not_kept,
+        Answer::Reloaded(_) => {}
+    }
+    json(&answer).map_err(|why| Exit::new(exit::FAILURE, why))
+}
+
+/// Keeps the list of processes that are kept out for the next run.
+fn keep(requests: &RequestSender) -> Result<(), String> {
+    /// One thread at a time writes the list, so that an older list never replaces a newer one.
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let facts = requests.send(Request::Status)?;
+    if facts.run.dry_run || facts.xen.is_some() { Ok(()) } else { kept_out::write(&facts.kept_out) }
 }
 
 fn view(requests: &RequestSender, request: Request) -> Result<String, String> {

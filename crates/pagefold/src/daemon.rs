@@ -14,8 +14,9 @@ use crate::commands::run::summary::{self, Summary};
 use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
 use crate::control;
-use crate::control::orders::Orders;
-use crate::control::queue::{RequestQueue, RunFacts};
+use crate::control::orders::{self, Answer, Orders};
+use crate::control::protocol::{Reloaded, Request, SCHEMA};
+use crate::control::queue::{Order, RequestQueue, RunFacts};
 use crate::control::server::Server;
 use crate::history::{self, HistoryFile};
 use crate::learned::LearnedWriter;
@@ -36,6 +37,7 @@ use pagefold_text::messages;
 use pagefold_text::style;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{Level, debug, enabled};
@@ -256,9 +258,22 @@ impl<'a, B: Backend> Daemon<'a, B> {
         let events = &mut self.active.events;
         let requested =
             self.requests.serve(&mut self.engine, &self.facts, events, |engine, run| backend.facts(engine, run));
-        self.backend.carry_out(&mut self.orders, self.requests.take_orders(), &mut self.active.events);
+        let (reloads, orders): (Vec<Order>, _) =
+            self.requests.take_orders().into_iter().partition(|order| order.request == Request::Reload);
+        self.backend.carry_out(&mut self.orders, orders, &mut self.active);
         self.active.hear_audit(&self.progress);
+        let file = if reloads.is_empty() { Ok(PathBuf::new()) } else { self.active.request_reload() };
         let reloaded = self.backend.reload(&mut self.active, &mut self.engine, &self.progress);
+        if std::mem::take(&mut self.active.is_scope_new) {
+            self.facts.set_scope(&self.active.settings.scope);
+        }
+        for order in reloads {
+            let answer = file.clone().and_then(|file| {
+                self.active.reloaded.clone()?;
+                Ok(Answer::Reloaded(Reloaded { schema: SCHEMA.to_owned(), file, scope: self.facts.scope.clone() }))
+            });
+            orders::send(&order.reply, answer);
+        }
         if let Some(governor) = reloaded.or(requested) {
             self.active.events.note("governor", governor.to_string());
             self.backend.set_round_ns(self.facts.config.pace(governor).round_ns);

@@ -5,7 +5,7 @@
 //! program that causes many events doesn't push all others out of the list at once. The journal gets each event when it
 //! begins, unless we print a message about the event anyway, or there are too many.
 
-use crate::audit::{Change, Entry, Owner};
+use crate::audit::{Change, Demand, Entry, Owner};
 use crate::history::now;
 use crate::service::{Journal, MessageLimit};
 use pagefold_text::figures::thousands;
@@ -25,7 +25,7 @@ pub struct Event {
     /// When the event last happened, seconds since 1970.
     pub time: u64,
     /// The kind of event: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`,
-    /// `unmerge`, `include`, `settings`, `injector`, `stood-down` or `error`.
+    /// `exclude`, `include`, `settings`, `injector`, `stood-down` or `error`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
@@ -108,6 +108,12 @@ impl Events {
             },
             Entry::Override(found) => {
                 Event { why: Some(found.why.sentence.clone()), ..Event::of_owner("override", &found.owner) }
+            }
+            Entry::Exclude(Demand { scope, uid }) => {
+                return self.note("exclude", format!("unmerged and kept out at the request of uid {uid}: {scope}"));
+            }
+            Entry::Include(Demand { scope, uid }) => {
+                return self.note("include", format!("included again at the request of uid {uid}: {scope}"));
             }
             Entry::Begin { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };

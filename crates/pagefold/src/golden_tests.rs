@@ -19,7 +19,7 @@ use crate::config::args::RunArgs;
 use crate::config::config_file::parse;
 use crate::config::settings::Settings;
 use crate::control::orders::Orders;
-use crate::control::queue::{Facts, KeptOutRow, Order, RunFacts, TargetFacts, ToUnmark};
+use crate::control::queue::{Facts, Order, RunFacts, TargetFacts, ToUnmark};
 use crate::daemon::{Cycles, log_outcome};
 use crate::events::Events;
 use crate::metrics::families;
@@ -36,7 +36,9 @@ use pagefold_engine::sampling::census::Figures;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_host::check::users::KsmUser;
 use pagefold_host::live::{Ended, Event};
+use pagefold_host::scope::Selector;
 use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::scope::kept_out::{Entry, KeptOut, Verdict};
 use pagefold_ksm::{Knob, RestoreOutcome};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, parse_smaps};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
@@ -80,7 +82,7 @@ pub fn check(name: &str, text: &str) {
 pub struct Simulated {
     host: SimHost,
     targets: Vec<TargetFacts>,
-    kept_out: Vec<KeptOutRow>,
+    kept_out: KeptOut,
     owners: BTreeMap<RegionKey, OwnerKey>,
 }
 
@@ -163,7 +165,7 @@ impl Backend for Simulated {
         "/sys/fs/cgroup/system.slice/redis-server.slice".to_owned()
     }
 
-    fn carry_out(&mut self, _orders: &mut Orders, _new: Vec<Order>, _events: &mut Events) {}
+    fn carry_out(&mut self, _orders: &mut Orders, _new: Vec<Order>, _active: &mut ActiveSettings<'_>) {}
 
     fn finish(self) -> Ending {
         self.ending(None)
@@ -199,7 +201,7 @@ impl Run {
         let mut active = ActiveSettings::new(args, settings).unwrap();
         active.events = Events::new(None, dry_run);
         let engine = Engine::new(config);
-        let machine = Simulated { host, targets: Vec::new(), kept_out: Vec::new(), owners: BTreeMap::new() };
+        let machine = Simulated { host, targets: Vec::new(), kept_out: KeptOut::default(), owners: BTreeMap::new() };
         Self { machine, engine, known, active, audit }
     }
 
@@ -215,10 +217,13 @@ impl Run {
         let host = SimHost::new(7, Costs::default(), Knobs::requested());
         let host = host.with_nodes(&[Pages(2_048 * MIB), Pages(2_048 * MIB)]);
         let mut run = Self::new(host, Mechanism::Request, false);
-        run.machine.kept_out = vec![
-            KeptOutRow { selector: "--exe keeper".to_owned(), uid: Some(0) },
-            KeptOutRow { selector: "--pid 4009".to_owned(), uid: None },
-        ];
+        let out = Entry {
+            verdict: Verdict::Out { by: 0 },
+            selector: Selector::Exe("keeper".to_owned()),
+            processes: [].into(),
+        };
+        let again = Entry { verdict: Verdict::In, selector: Selector::Pid(4_009), processes: [(4_009, 1)].into() };
+        run.machine.kept_out = KeptOut::of(vec![out, again]);
         run.start_programs();
         run
     }

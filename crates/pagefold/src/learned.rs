@@ -13,9 +13,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::since_boot_ns;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
-use std::fs::OpenOptions;
-use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use std::sync::mpsc::Receiver;
 
@@ -63,7 +61,7 @@ impl LearnedFile {
     }
 
     fn try_read(&self) -> Result<Option<Learned>, String> {
-        let bytes = match contents(&self.0.path) {
+        let bytes = match self.0.read(LENGTH_MOST) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error.to_string()),
@@ -78,28 +76,6 @@ impl LearnedFile {
             format!("cannot write the learned file {shown}: {error}; free some space (pagefold tries again)")
         })
     }
-}
-
-/// Reads a file. Somebody may have put a link, a pipe or a device in its place, so the flags rule out surprises.
-fn contents(path: &Path) -> io::Result<Vec<u8>> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let file = opened.map_err(|error| match error.raw_os_error() {
-        Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
-        _ => error,
-    })?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(io::Error::other("is not a regular file"));
-    }
-    ownership::owned(metadata.uid(), metadata.mode())
-        .map_err(|why| io::Error::other(format!("is a file that {why}")))?;
-    let mut bytes = Vec::new();
-    file.take(LENGTH_MOST + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > LENGTH_MOST {
-        return Err(io::Error::other("is too long"));
-    }
-    Ok(bytes)
 }
 
 /// Parses a file, `now_ns` after boot. `None` if the file is from before that.

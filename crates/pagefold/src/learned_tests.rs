@@ -87,7 +87,7 @@ fn anything_else_in_its_place_is_refused_in_one_line_and_replaced() {
     refused("other users may write");
     fs::set_permissions(&file.0.path, fs::Permissions::from_mode(0o600)).unwrap();
     assert!(file.read().unwrap().is_some());
-    OpenOptions::new().write(true).open(&file.0.path).unwrap().set_len(LENGTH_MOST + 1).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&file.0.path).unwrap().set_len(LENGTH_MOST + 1).unwrap();
     refused("is too long");
     fs::remove_file(&file.0.path).unwrap();
     fs::create_dir(&file.0.path).unwrap();

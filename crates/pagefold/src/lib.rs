@@ -27,7 +27,9 @@ use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::examples;
 use commands::sketch as sketches;
-use commands::{config as files, control as requests, doctor, exec, explain, include, run, scan, status, top, unmerge};
+use commands::{
+    config as files, control as requests, doctor, exec, explain, include, run, scan, status, top, unmerge,
+};
 use control::protocol::Request;
 use std::process::ExitCode;
 
@@ -49,6 +51,7 @@ pub mod events;
 #[path = "golden_tests.rs"]
 mod golden;
 pub mod history;
+pub mod kept_out;
 mod learned;
 pub mod log;
 pub mod metrics;
@@ -101,13 +104,15 @@ enum Command {
     /// Start a program whose memory KSM may merge, without ever tracing it
     #[command(after_long_help = examples::EXEC)]
     Exec(exec::ExecArgs),
-    /// Unmerge processes; a running daemon leaves them alone from then on
+    /// Unmerge processes at once and keep them out until `include`, also after a restart
+    Exclude(unmerge::UnmergeArgs),
+    /// Unmerge the memory of processes; a running daemon also excludes them
     ///
     /// Each process gets its own copies of merged pages again. A running daemon does this itself, and won't merge the
     /// processes again until `pagefold include`.
     #[command(after_long_help = examples::UNMERGE)]
     Unmerge(unmerge::UnmergeArgs),
-    /// Let the daemon merge processes again that unmerge has kept out
+    /// Let processes be merged again that were excluded
     #[command(after_long_help = examples::INCLUDE)]
     Include(include::IncludeArgs),
     /// Check whether this machine can run pagefold, and say what to change
@@ -154,7 +159,8 @@ pub fn main() -> ExitCode {
         Command::Pause(args) => requests::change(&Request::Pause, args.json),
         Command::Resume(args) => requests::change(&Request::Resume, args.json),
         Command::Exec(args) => exec::run(args),
-        Command::Unmerge(args) => unmerge::run(args),
+        Command::Exclude(args) => unmerge::run(args, true),
+        Command::Unmerge(args) => unmerge::run(args, false),
         Command::Include(args) => include::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Config(command) => files::run(command),

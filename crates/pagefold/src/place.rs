@@ -4,9 +4,9 @@ use crate::config::ownership::{self, shown};
 use pagefold_text::exit::Exit;
 use std::env;
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
@@ -22,11 +22,25 @@ pub fn of_run<T>(
     path.map(|path| open(&path)).transpose()
 }
 
-fn of_service(name: &str) -> Option<PathBuf> {
+/// A file in the directory that the service manager has made for the service.
+pub fn of_service(name: &str) -> Option<PathBuf> {
     let directory = env::var_os("STATE_DIRECTORY")?;
     // The variable may name several directories, separated by colons.
     let first = directory.to_str()?.split(':').next()?;
     if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
+}
+
+/// Creates a directory that only root can write, if there's none. Its parent must exist.
+///
+/// # Errors
+/// A clause that continues a sentence about the directory, and the advice.
+pub fn create_directory(path: &Path) -> Result<(), String> {
+    if path.exists() {
+        return Ok(());
+    }
+    let path = Place::of(path)?.path;
+    let created = fs::create_dir(&path).and_then(|()| fs::set_permissions(&path, Permissions::from_mode(0o755)));
+    created.map_err(|error| format!("cannot be created: {error}; check {}", shown(&path)))
 }
 
 /// The path of a file that we replace as a whole, in a directory that only root can write.
@@ -64,6 +78,29 @@ impl Place {
             let _ = fs::remove_file(&self.beside);
         }
         written
+    }
+
+    /// Reads the file, up to `most` bytes. Somebody may have put a link, a pipe or a device in its place, so the flags
+    /// rule out surprises.
+    pub fn read(&self, most: u64) -> io::Result<Vec<u8>> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+        let opened = OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
+        let file = opened.map_err(|error| match error.raw_os_error() {
+            Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
+            _ => error,
+        })?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(io::Error::other("is not a regular file"));
+        }
+        ownership::owned(metadata.uid(), metadata.mode())
+            .map_err(|why| io::Error::other(format!("is a file that {why}")))?;
+        let mut bytes = Vec::new();
+        file.take(most + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > most {
+            return Err(io::Error::other("is too long"));
+        }
+        Ok(bytes)
     }
 
     /// Checks whether we can make a file there.

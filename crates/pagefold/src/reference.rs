@@ -178,7 +178,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "Memory to unmark; why it must be unmarked; why that has failed so far"),
             ("scopes[].kind, scopes[].name, scopes[].processes", "Processes by the selector that they match, with the same figures as for processes"),
             ("left_out[].reason, left_out[].processes", "The number of processes left alone, by reason (one word each)"),
-            ("kept_out[].selector, kept_out[].uid", "Processes that pagefold unmerge has unmerged, and that are left alone until pagefold include; the user who unmerged them"),
+            ("kept_out[].selector, kept_out[].uid", "Processes that are excluded until pagefold include; the user who excluded them"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages", "With merging on request: pages that pagefold named; merged; already merged before"),
             ("requests.differing_pages, requests.failed_pages", "Pages that were written after pagefold read them; pages that the kernel refused to merge for now"),
             ("xen.saved_bytes, xen.frames_bytes, xen.free_bytes, xen.shared_pages", "For Xen guests: the hypervisor's counters; pages that the run has shared"),
@@ -214,12 +214,13 @@ pub const SCHEMAS: &[Schema] = &[
     },
     Schema {
         name: "pagefold.unmerge/1",
-        about: "Printed by pagefold unmerge --json",
+        about: "Printed by pagefold exclude and unmerge with --json",
         fields: &[
             ("schema, given_back_bytes, unmarked_bytes, longest_stop_us", "Merged pages copied again; address space unmarked; the longest stop"),
             ("processes[].pid, processes[].name, processes[].given_back_bytes, processes[].unmarked_bytes, processes[].failed", "The same figures by process; the error if unmerging failed"),
             ("still_saved_bytes", "KSM's remaining savings on the machine"),
-            ("kept_out, exit_code", "The processes that a running daemon keeps out from now on, as flags; the command's exit code"),
+            ("kept_out, not_kept, by_daemon", "The processes that are kept out from now on, as flags; why that ends with the run; whether a daemon has done this"),
+            ("exit_code", "The command's exit code"),
             ("knobs_deferred, audit_lost", "As in pagefold.run/1"),
         ],
     },
@@ -227,7 +228,7 @@ pub const SCHEMAS: &[Schema] = &[
         name: "pagefold.include/1",
         about: "Printed by pagefold include --json",
         fields: &[
-            ("schema, scope", "The processes to let in again, as flags"),
+            ("schema, scope, not_kept", "The processes to let in again, as flags; why that ends with the run"),
             ("processes[].pid, processes[].name", "The running processes that were kept out until now"),
         ],
     },
@@ -257,8 +258,8 @@ pub const SCHEMAS: &[Schema] = &[
         about: "A line of the audit log: one for each span that is marked or unmarked, and one per cycle for each pair of processes with pages merged on request",
         fields: &[
             ("schema, time", "Time of writing: RFC 3339, UTC, at most a round after the change"),
-            ("what", "begin, end, mark, unmark, merge, override (of an opt-out), or lost (lines are missing here)"),
-            ("command, version, scope, lost", "Of begin and end: the command, its version and scope. Of end and lost: the number of lines lost, in all or at this place"),
+            ("what", "begin, end, mark, unmark, merge, override (of an opt-out), exclude, include, or lost (lines are missing here)"),
+            ("command, version, scope, lost", "Of begin and end: the command, its version and scope. Of exclude and include: the scope, and the uid of who asked. Of end and lost: the number of lines lost, in all or at this place"),
             ("pid, start_time_ticks, name, exe, uid, cgroup, domain", "The process. Pid and start time identify it"),
             ("first, last, bytes", "The range"),
             ("why.kind, why.sentence", "duplicate, cow-broken, charge, asked, excluded, memory-short or opted-out; the reason as a sentence, with figures"),
@@ -271,10 +272,11 @@ pub const SCHEMAS: &[Schema] = &[
         about: "A request to /run/pagefold/control.sock, a stream socket: one object a line, answered by one. Printed by pagefold governor, \
                 pause and resume as the state after the change",
         fields: &[
-            ("schema, request", "status, explain (with pid), governor (with name), pause, resume, unmerge or include (both with selectors)"),
+            ("schema, request", "status, explain (with pid), governor (with name), pause, resume, reload, unmerge or include (both with selectors)"),
             ("pid, name", "The process to explain; the governor to use"),
             ("pids, cgroups, users, exes, units, vms, containers, pods, all", "The processes to unmerge or include"),
             ("pid, governor, in_force, allowed_share, paused", "Of an answer: the state after the change"),
+            ("file, scope", "Of an answer to reload: the configuration file; the scope, as flags"),
             ("error, code", "Of an answer: the error and what to do; the exit code. The connection is closed"),
         ],
     },

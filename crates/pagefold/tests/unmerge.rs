@@ -156,6 +156,50 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     ksm.assert_restored();
 }
 
+/// The list of excluded processes outlives the daemon, whether the daemon has written it or the command itself.
+#[test]
+fn excluded_processes_stay_out_after_a_restart_until_they_are_included() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = same(96, 4);
+    let pids = pids(&tenants);
+    let by_pid = |at: usize| ["--pid".to_owned(), pids[at].to_string()];
+    let command = |name: &'static str, at: usize| {
+        let [flag, pid] = by_pid(at);
+        json_of(&[name, &flag, &pid])
+    };
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until_merged(&pids, MERGED);
+    let began = Instant::now();
+    let summary = command("exclude", 0);
+    let took = began.elapsed();
+    println!("excluded after {took:?}: {summary}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    assert_unmarked(&pids[..1]);
+    assert_eq!((&summary["by_daemon"], &summary["not_kept"]), (&json!(true), &Value::Null));
+    daemon.kill();
+
+    // Without a daemon.
+    let summary = command("exclude", 1);
+    assert_eq!(summary["by_daemon"], false);
+    assert_eq!(summary["kept_out"], by_pid(1).join(" "));
+    assert_unmarked(&pids[..2]);
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until_merged(&pids[2..], MERGED);
+    std::thread::sleep(A_WHILE);
+    assert_unmarked(&pids[..2]);
+    assert_eq!(left_alone(pids[1]).as_deref(), Some("unmerged by request of uid 0"));
+    assert_eq!(status()["kept_out"].as_array().unwrap().len(), 2);
+    command("include", 0);
+    daemon.stop();
+    assert_eq!(command("include", 1)["processes"][0]["pid"], pids[1]);
+    assert_fails(&["include", "--pid", &pids[1].to_string()], 5, "is kept out");
+
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until_merged(&pids, MERGED);
+    ksm.end(daemon, &pids);
+    assert_intact(&mut tenants);
+}
+
 /// The daemon also unmerges processes out of its scope: here, memory that a program has marked itself.
 #[test]
 fn processes_out_of_scope_are_unmerged_by_the_daemon() {
@@ -181,7 +225,7 @@ fn bad_requests_change_nothing_and_say_why() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = same(93, 2);
     let pids = pids(&tenants);
-    assert_fails(&["include", "--pid", &pids[0].to_string()], 8, "no pagefold is running");
+    assert_fails(&["include", "--pid", &pids[0].to_string()], 5, "is kept out");
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids, MERGED);
     assert_fails(&["unmerge", "--pid", "2147483646"], 5, "no process 2147483646");

@@ -7,7 +7,7 @@
 use super::LiveHost;
 use crate::scope::kept_out::KeptOutError;
 use crate::scope::{
-    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve_for_undoing, resolve_for_undoing_again,
+    ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve_for_including, resolve_for_undoing, resolve_for_undoing_again,
 };
 use crate::unmerger::UnmergedProcess;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, need_memory};
@@ -143,17 +143,7 @@ impl LiveHost {
     /// Lets in again the processes that a scope selects. Returns the pids and names of the processes that were kept
     /// out.
     pub fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<(i32, String)>, RequestRefusal> {
-        let mut living = spec.clone();
-        let found = loop {
-            match resolve_for_undoing(&living, &self.rules.roots, &self.own_pids()) {
-                // The process may have been kept out before it ended, so we go on with the other selectors.
-                Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
-                    living.0.retain(|selector| *selector != Selector::Pid(pid));
-                }
-                Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_) | ScopeError::UnknownPid(_)) => break Vec::new(),
-                found => break found?,
-            }
-        };
+        let found = resolve_for_including(spec, &self.rules.roots, &self.own_pids())?;
         let mut included = Vec::new();
         for info in self.rules.kept_out.include(spec, &found, &self.rules.roots)? {
             included.push((info.pid(), info.name.clone()));

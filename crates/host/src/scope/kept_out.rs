@@ -1,10 +1,10 @@
-//! Processes that an administrator keeps out while pagefold runs, and the ones let in again.
+//! Processes that an administrator keeps out, and the ones let in again.
 //!
-//! Each selector given to `unmerge` or `include` makes an entry, and the last entry that matches a process decides. So
+//! Each selector given to `exclude`, `unmerge` or `include` makes an entry, and the last entry that matches a process decides. So
 //! a selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process
 //! and its descendants, including later ones. We match executables by name: nobody gains anything by being kept out.
 //!
-//! The list lives as long as the run.
+//! Callers keep the list for the next run. A process's start time tells it from a later one with the same pid.
 
 use super::{ProcessInfo, ScopeSpec, Selector};
 use pagefold_procmem::Roots;
@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use thiserror::Error;
 
 /// We keep this many entries, not counting entries for processes that have ended.
-const ENTRIES_MOST: usize = 1024;
+pub const ENTRIES_MOST: usize = 1024;
 
 /// Why we refuse a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -39,21 +39,28 @@ pub enum Verdict {
 }
 
 /// One selector and its verdict.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub verdict: Verdict,
     pub selector: Selector,
     /// If the selector is a pid: the process that had it, and its descendants.
-    processes: BTreeSet<ProcessKey>,
+    pub processes: BTreeSet<ProcessKey>,
 }
 
 /// The entries, the oldest first.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct KeptOut {
     entries: Vec<Entry>,
 }
 
 impl KeptOut {
+    /// The entries of an earlier run, the oldest first.
+    pub fn of(entries: Vec<Entry>) -> Self {
+        let mut kept_out = Self { entries };
+        kept_out.tidy();
+        kept_out
+    }
+
     /// All entries, the oldest first.
     pub fn entries(&self) -> &[Entry] {
         &self.entries

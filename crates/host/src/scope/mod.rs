@@ -135,6 +135,24 @@ pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) ->
     resolved(Selection::new(&spec.0, roots)?.for_undoing(), spec, left_out)
 }
 
+/// Like [`resolve_for_undoing`], but the result may be empty: processes may have been kept out before they ended.
+pub fn resolve_for_including(
+    spec: &ScopeSpec,
+    roots: &Roots,
+    left_out: &[i32],
+) -> Result<Vec<ProcessInfo>, ScopeError> {
+    let mut living = spec.clone();
+    loop {
+        match resolve_for_undoing(&living, roots, left_out) {
+            Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
+                living.0.retain(|selector| *selector != Selector::Pid(pid));
+            }
+            Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_) | ScopeError::UnknownPid(_)) => return Ok(Vec::new()),
+            found => return found,
+        }
+    }
+}
+
 /// Like [`resolve_for_undoing`], but some time later, to find processes that have started meanwhile. `found` are the
 /// earlier ones: a pid that has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(

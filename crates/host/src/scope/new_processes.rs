@@ -67,6 +67,11 @@ impl NewProcesses {
         self.unsettled = true;
     }
 
+    /// Makes the next call examine all processes.
+    pub fn examine_all(&mut self) {
+        self.next_full_ns = 0;
+    }
+
     /// Notes that a process isn't known any more. The next call examines it, in case it has come into scope.
     pub fn leave(&mut self, pid: i32) {
         self.outside.insert(pid, self.listed_ns);

@@ -20,6 +20,10 @@ pub enum Entry {
     Unmark(Change),
     Merge(Merge),
     Override(Override),
+    /// A user has had processes unmerged and kept out.
+    Exclude(Demand),
+    /// A user has let processes in again.
+    Include(Demand),
     /// At this place `lost` lines are missing.
     Lost {
         lost: u64,
@@ -89,6 +93,14 @@ pub struct Merge {
     with_pid: Option<i32>,
     pub bytes: u64,
     pub done_bytes: u64,
+}
+
+/// A user's request about processes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Demand {
+    /// The processes, as flags.
+    pub scope: String,
+    pub uid: u32,
 }
 
 /// We merge a process's memory although its owner has opted out.

@@ -1,11 +1,18 @@
-//! `pagefold include`: lets the daemon merge processes again that `pagefold unmerge` has kept out.
+//! `pagefold include`: lets pagefold merge processes again that `pagefold exclude` or `unmerge` has kept out.
 
 use crate::config::scope::{ScopeArgs, explain};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
+use crate::kept_out;
 use crate::output;
+use crate::preflight;
 use anyhow::Result;
-use pagefold_text::exit;
+use pagefold_host::scope::{ScopeSpec, own_pid, resolve_for_including};
+use pagefold_ksm::lease::KsmPaths;
+use pagefold_ksm::lock::Lock;
+use pagefold_procmem::Roots;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::program::code_of;
 use pagefold_text::style::{self, Lines, Style};
 use serde::{Deserialize, Serialize};
 
@@ -24,6 +31,8 @@ pub struct Included {
     schema: String,
     scope: String,
     processes: Vec<Process>,
+    /// Why a later run won't know of it.
+    pub not_kept: Option<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -35,15 +44,35 @@ struct Process {
 impl Included {
     pub fn new(scope: String, processes: Vec<(i32, String)>) -> Self {
         let processes = processes.into_iter().map(|(pid, name)| Process { pid, name }).collect();
-        Self { schema: "pagefold.include/1".to_owned(), scope, processes }
+        Self { schema: "pagefold.include/1".to_owned(), scope, processes, not_kept: None }
     }
 }
 
 pub fn run(args: &IncludeArgs) -> Result<u8> {
     let selectors = Selectors::of(&args.scope.spec()).map_err(|error| explain(&error))?;
-    let included: Included = ask(&Request::Include(selectors))?;
+    let spec = selectors.spec();
+    let included = match ask(&Request::Include(selectors)) {
+        Err(error) if code_of(&error) == exit::NO_DAEMON => include(&spec)?,
+        asked => asked?,
+    };
     output::print(args.json, &included, |style| describe(&included, style))?;
     Ok(exit::OK)
+}
+
+/// Changes the list for later runs.
+fn include(spec: &ScopeSpec) -> Result<Included, Exit> {
+    preflight::need_root("changing which processes are excluded")?;
+    // A daemon that starts now would miss the change.
+    let _lock = Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))?;
+    let roots = Roots::default();
+    let found = resolve_for_including(spec, &roots, &[own_pid()]).map_err(|error| explain(&error))?;
+    let mut list = kept_out::read()?;
+    let mut processes = Vec::new();
+    for info in list.include(spec, &found, &roots).map_err(|error| kept_out::explain(&error))? {
+        processes.push((info.pid(), info.name.clone()));
+    }
+    kept_out::write(&list).map_err(|why| Exit::new(exit::FAILURE, format!("nothing was included: {why}")))?;
+    Ok(Included::new(spec.to_string(), processes))
 }
 
 fn describe(included: &Included, style: Style) -> String {
@@ -57,6 +86,9 @@ fn describe(included: &Included, style: Style) -> String {
     }
     for process in &included.processes {
         text.line(format!("  {:>8}  {}", process.pid, process.name));
+    }
+    if let Some(why) = &included.not_kept {
+        text.line(format!("Only until pagefold ends: {why}."));
     }
     text
 }

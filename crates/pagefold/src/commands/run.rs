@@ -12,6 +12,7 @@ use crate::config::scope::{ScopeArgs, explain};
 use crate::config::settings::Settings;
 use crate::control::queue::RunFacts;
 use crate::daemon::{Daemon, Start};
+use crate::kept_out;
 use crate::learned::{LearnedFile, LearnedWriter};
 use crate::place;
 use crate::preflight;
@@ -22,6 +23,7 @@ use pagefold_engine::host::Mechanism;
 use pagefold_engine::placement::policy::Placement;
 use pagefold_host::live::{HostMode, LiveHost};
 use pagefold_host::scope::dumpable::ask_through;
+use pagefold_host::scope::kept_out::KeptOut;
 use pagefold_host::scope::{ScopeError, resolve};
 use pagefold_inject::Injector;
 use pagefold_ksm::Ksm;
@@ -47,6 +49,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let learned = place::of_run(settings.learned.as_deref(), "learned.json", args.dry_run, LearnedFile::open)?;
+    let kept_out = kept_out::read()?;
     let fleet = settings.fleet.open()?;
     let outputs = start.open(args, settings.clone())?;
     let on_hangup = outputs.active.on_hangup().unwrap_or_else(|| outputs.signals.stop.clone());
@@ -62,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
     }
     let facts = RunFacts::new(args.dry_run, &settings.scope, &config);
-    let host = host(&settings, &config, ksm, mode, device, outputs.signals.woken.clone())?;
+    let host = host(&settings, &config, ksm, mode, device, outputs.signals.woken.clone(), kept_out)?;
     let mut daemon = Daemon::new(outputs, facts, host);
     daemon.learned = learned.and_then(|file| LearnedWriter::start(file, &mut daemon.engine));
     if let Some((fleet, place)) = fleet {
@@ -87,9 +90,11 @@ fn host(
     mode: HostMode,
     device: Option<RequestDevice>,
     woken: Arc<AtomicBool>,
+    kept_out: KeptOut,
 ) -> Result<LiveHost, Exit> {
     let mut host = LiveHost::new(settings.scope.spec(), Roots::default(), settings.deny.clone(), ksm, mode, woken)
         .map_err(|error| LiveHost::explain(&error))?;
+    host.set_kept_out(kept_out);
     host.set_domains(settings.domains.clone());
     match device {
         Some(device) => host.merge_by(device),

@@ -300,7 +300,7 @@ impl Programs {
             processes,
             scopes: groups::scope_rows(facts),
             left_out: groups::left_out_rows(facts),
-            kept_out: facts.kept_out.clone(),
+            kept_out: facts.kept_out.entries().iter().map(KeptOutRow::from).collect(),
         }
     }
 

@@ -1,15 +1,18 @@
-//! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
+//! `pagefold unmerge` and `exclude`: give processes their own copies of merged pages, and remove their marks.
 //!
-//! If a daemon runs, the daemon does this and won't merge the processes again. Otherwise this command does the work.
+//! If a daemon runs, the daemon does this and won't merge the processes again, nor will later runs. Otherwise this command
+//! does the work, and only `exclude` keeps the processes out of later runs.
 
-use crate::audit::{Audit, Entry, Owner};
+use crate::audit::{Audit, Demand, Entry, Owner};
 use crate::config::flags::AuditFlags;
 use crate::config::scope::{ScopeArgs, explain};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
+use crate::kept_out;
 use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
+use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec};
 use pagefold_host::unmerger::{UnmergedProcess, Unmerger};
 use pagefold_inject::unmerge::UnmergeError;
 use pagefold_ksm::controller::scan_and_restore;
@@ -17,6 +20,7 @@ use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_ksm::{RestoreOutcome, request};
 use pagefold_procmem::Roots;
+use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::process::ReadError;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
@@ -51,8 +55,12 @@ pub struct Summary {
     longest_stop_us: f64,
     pub processes: Vec<Process>,
     pub still_saved_bytes: u64,
-    /// The processes that the daemon keeps out from now on, as flags.
+    /// The processes that are kept out from now on, as flags.
     kept_out: Option<String>,
+    /// Why only the daemon that runs now keeps them out.
+    pub not_kept: Option<String>,
+    /// Whether a daemon has done this.
+    by_daemon: bool,
     knobs_deferred: BTreeMap<String, u64>,
     audit_lost: u64,
     exit_code: u8,
@@ -74,7 +82,7 @@ impl Summary {
 
     /// A daemon's summary. `kept_out` names the processes that the daemon won't merge again, as flags.
     pub fn of_daemon(kept_out: String, still_saved_bytes: u64) -> Self {
-        Self { kept_out: Some(kept_out), still_saved_bytes, ..Self::new() }
+        Self { kept_out: Some(kept_out), by_daemon: true, still_saved_bytes, ..Self::new() }
     }
 
     /// Adds one process's result. We skip a process that has ended, unless the user named its pid.
@@ -85,11 +93,11 @@ impl Summary {
         let UnmergedProcess { pid, name, done, failure, .. } = process;
         let failed = failure.as_ref().map(|error| {
             self.exit_code = code_of(error);
-            match (&**error, &self.kept_out) {
-                (UnmergeError::Locked { .. } | UnmergeError::UnderWay { .. }, Some(_)) => {
+            match (&**error, self.by_daemon) {
+                (UnmergeError::Locked { .. } | UnmergeError::UnderWay { .. }, true) => {
                     format!("{error}; pagefold keeps trying")
                 }
-                (UnmergeError::Locked { .. }, None) => {
+                (UnmergeError::Locked { .. }, false) => {
                     format!("{error}; run this again when the process has released it, or end the process")
                 }
                 _ => error.to_string(),
@@ -104,12 +112,16 @@ impl Summary {
     }
 }
 
-pub fn run(args: &UnmergeArgs) -> Result<u8> {
+/// Unmerges the processes. If `keep_out`, keeps them out of later runs even if no daemon runs.
+pub fn run(args: &UnmergeArgs, keep_out: bool) -> Result<u8> {
     preflight::need_root("unmerging")?;
+    if args.scope == ScopeArgs::default() {
+        return Err(explain(&ScopeError::Empty).into());
+    }
     let paths = KsmPaths::default();
     // No other pagefold may mark memory while we unmark it.
     let summary = match Lock::try_take(&paths.lock) {
-        Ok(lock) => unmerge(args, lock, &paths)?,
+        Ok(lock) => unmerge(args, keep_out, lock, &paths)?,
         Err(held @ LockError::Held { .. }) => ask_daemon(args, held)?,
         Err(error) => return Err(preflight::explain_take(&error.into()).into()),
     };
@@ -134,7 +146,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     })
 }
 
-fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
+fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
     // From here on a stalled reader of our messages can't make us leave KSM's settings changed.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
@@ -144,15 +156,22 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     preflight::give_up_rights(&[])?;
     messages::start().context("cannot start the thread for messages")?;
     let mut scoped = args.scope.resolve_for_undoing()?;
+    if keep_out {
+        exclude(&args.scope.spec(), &scoped)?;
+    }
     // Another program that runs ksmd does no harm.
     let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &InitialKnobs::NONE) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(preflight::explain_take(&error).into()),
     };
-    let mut summary = Summary::new();
+    let kept_out = keep_out.then(|| args.scope.to_string());
+    let mut summary = Summary { kept_out, ..Summary::new() };
     if let Some(audit) = &mut audit {
-        audit.write(&Entry::begin("unmerge", args.scope.spec().to_string()));
+        audit.write(&Entry::begin("unmerge", args.scope.to_string()));
+        if keep_out {
+            audit.write(&Entry::Exclude(Demand { scope: args.scope.to_string(), uid: own_uid() }));
+        }
     }
     let mut unmerger = Unmerger::new(&mut injector, Roots::default());
     let mut owners = BTreeMap::new();
@@ -194,6 +213,14 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     summary.knobs_deferred = restored?.unwrap_or_default();
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
     Ok(summary)
+}
+
+/// Adds the processes to the list for later runs. We hold the lock, so no daemon writes the list.
+fn exclude(spec: &ScopeSpec, found: &[ProcessInfo]) -> Result<(), Exit> {
+    let spec = Selectors::of(spec).map_err(|error| explain(&error))?.spec();
+    let mut list = kept_out::read()?;
+    list.keep_out(&spec, found, own_uid(), &Roots::default()).map_err(|error| kept_out::explain(&error))?;
+    kept_out::write(&list).map_err(|why| Exit::new(exit::FAILURE, format!("nothing was excluded: {why}")))
 }
 
 /// Writes these results to the audit log, if there is one.
@@ -262,11 +289,18 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
         text.line(line);
     }
     if let Some(kept_out) = &summary.kept_out {
-        if failed > 0 {
+        if failed > 0 && summary.by_daemon {
             let failed = style::count(failed, target, targets);
             text.line(format!("Not done yet in {failed}: pagefold keeps trying (see pagefold status)."));
         }
-        text.line(format!("Kept out until pagefold include {kept_out}."));
+        match &summary.not_kept {
+            None => text.line(format!("Kept out until pagefold include {kept_out}.")),
+            Some(why) => {
+                text.line(format!("Kept out until pagefold include {kept_out}, but not after a restart: {why}."))
+            }
+        }
+    }
+    if summary.by_daemon {
         return text;
     }
     if summary.still_saved_bytes > 0 {
@@ -306,7 +340,8 @@ mod tests {
         };
         golden::check("unmerge.txt", &describe(&summary, "KSM", "process", "processes", Style::plain_text()));
         golden::check("unmerge.json", &style::json(&summary).unwrap());
-        let by_daemon = Summary { kept_out: Some("--exe redis-server --user 33".to_owned()), ..summary };
+        let by_daemon =
+            Summary { kept_out: Some("--exe redis-server --user 33".to_owned()), by_daemon: true, ..summary };
         golden::check("unmerge-daemon.txt", &describe(&by_daemon, "KSM", "process", "processes", Style::plain_text()));
     }
 }

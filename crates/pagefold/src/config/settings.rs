@@ -163,7 +163,6 @@ impl Settings {
         let run = judgement != old.config || self.mechanism != old.mechanism;
         let domains = self.domains.by_user != old.domains.by_user || self.domains.rules != old.domains.rules;
         let mut sections = vec![
-            ("[scope]", self.scope != old.scope),
             ("[run] (except the governor), [judgement] or [tuning]", run),
             ("[domains] (except merge)", domains),
             ("[numa]", self.placement != old.placement),
@@ -193,12 +192,18 @@ pub fn merged(layers: &[Layer]) -> Options {
     options
 }
 
+/// FILE.d, the directory of the files that are read after a file.
+pub fn additions(path: &Path) -> PathBuf {
+    let mut additions = path.as_os_str().to_owned();
+    additions.push(".d");
+    additions.into()
+}
+
 /// Reads a file, and then FILE.d/*.toml in the order of their names.
 pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
     let mut layers = vec![load_one(path)?];
-    let mut additions = path.as_os_str().to_owned();
-    additions.push(".d");
-    let additions = Path::new(&additions);
+    let additions = additions(path);
+    let additions = additions.as_path();
     if !additions.exists() {
         return Ok(layers);
     }

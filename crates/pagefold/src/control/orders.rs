@@ -1,18 +1,28 @@
 //! `unmerge` and `include`: requests about processes. The host may need several cycles to carry them out.
 
-use super::protocol::{Request, Selectors};
+use super::protocol::{Reloaded, Request, Selectors};
 use super::queue::Order;
+use crate::audit::{Demand, Entry};
 use crate::commands::include::Included;
+use crate::commands::run::reload::ActiveSettings;
 use crate::commands::unmerge::Summary;
 use crate::config::scope;
-use crate::events::Events;
+use crate::kept_out;
 use pagefold_host::live::{LiveHost, RequestRefusal, Unmerging};
-use pagefold_host::scope::kept_out::KeptOutError;
 use pagefold_text::exit::{self, Exit};
 use serde::Serialize;
 use std::sync::mpsc::Sender;
 
-type Reply = Sender<Result<String, Exit>>;
+type Reply = Sender<Result<Answer, Exit>>;
+
+/// The answer to an order.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Answer {
+    Unmerged(Summary),
+    Included(Included),
+    Reloaded(Reloaded),
+}
 
 /// The requests that we haven't answered yet.
 #[derive(Debug, Default)]
@@ -30,11 +40,13 @@ struct UnderWay {
 
 impl Orders {
     /// Begins new requests and answers finished ones. Call this after taking the host's events.
-    pub fn serve(&mut self, new: Vec<Order>, host: &mut LiveHost, events: &mut Events) {
+    pub fn serve(&mut self, new: Vec<Order>, host: &mut LiveHost, active: &mut ActiveSettings<'_>) {
         for Order { request, uid, reply } in new {
             match request {
-                Request::Unmerge(selectors) => self.begin_to_unmerge(&selectors, uid, reply, host, events),
-                Request::Include(selectors) => send(&reply, include(&selectors, uid, host, events)),
+                Request::Unmerge(selectors) => self.begin_to_unmerge(&selectors, uid, reply, host, active),
+                Request::Include(selectors) => {
+                    send(&reply, include(&selectors, uid, host, active).map(Answer::Included));
+                }
                 _ => {}
             }
         }
@@ -45,7 +57,7 @@ impl Orders {
                     for process in processes {
                         summary.add(&process);
                     }
-                    send(&order.reply, Ok(summary));
+                    send(&order.reply, Ok(Answer::Unmerged(summary)));
                 }
                 None => self.under_way.push(order),
             }
@@ -59,16 +71,16 @@ impl Orders {
         uid: u32,
         reply: Reply,
         host: &mut LiveHost,
-        events: &mut Events,
+        active: &mut ActiveSettings<'_>,
     ) {
         let spec = selectors.spec();
         let scope = spec.to_string();
         match host.unmerge(spec, uid) {
             Ok(unmerging) => {
-                events.note("unmerge", format!("unmerged and kept out at the request of uid {uid}: {scope}"));
+                active.log(&Entry::Exclude(Demand { scope: scope.clone(), uid }));
                 self.under_way.push(UnderWay { unmerging, scope, reply });
             }
-            Err(refusal) => send(&reply, Err::<Summary, _>(explain(&refusal))),
+            Err(refusal) => send(&reply, Err(explain(&refusal))),
         }
     }
 }
@@ -76,19 +88,23 @@ impl Orders {
 /// Refuses all these orders.
 pub fn refuse(orders: Vec<Order>, why: &Exit) {
     for order in orders {
-        send(&order.reply, Err::<Summary, _>(why.clone()));
+        send(&order.reply, Err(why.clone()));
     }
 }
 
-fn include(selectors: &Selectors, uid: u32, host: &mut LiveHost, events: &mut Events) -> Result<Included, Exit> {
+fn include(
+    selectors: &Selectors,
+    uid: u32,
+    host: &mut LiveHost,
+    active: &mut ActiveSettings<'_>,
+) -> Result<Included, Exit> {
     let spec = selectors.spec();
     let processes = host.include(&spec).map_err(|refusal| explain(&refusal))?;
-    events.note("include", format!("included again at the request of uid {uid}: {spec}"));
+    active.log(&Entry::Include(Demand { scope: spec.to_string(), uid }));
     Ok(Included::new(spec.to_string(), processes))
 }
 
-fn send(reply: &Reply, answer: Result<impl Serialize, Exit>) {
-    let answer = answer.and_then(|answer| super::json(&answer).map_err(|why| Exit::new(exit::FAILURE, why)));
+pub fn send(reply: &Reply, answer: Result<Answer, Exit>) {
     // The peer may have hung up.
     let _ = reply.send(answer);
 }
@@ -96,12 +112,7 @@ fn send(reply: &Reply, answer: Result<impl Serialize, Exit>) {
 fn explain(refusal: &RequestRefusal) -> Exit {
     match refusal {
         RequestRefusal::Scope(error) => scope::explain(error),
-        RequestRefusal::KeptOut(error @ KeptOutError::NotKeptOut(_)) => {
-            Exit::new(exit::NO_SCOPE, format!("{error}; see pagefold status"))
-        }
-        RequestRefusal::KeptOut(error @ KeptOutError::TooMany) => {
-            Exit::new(exit::FAILURE, format!("{error}; name a cgroup, a user or a program instead of processes"))
-        }
+        RequestRefusal::KeptOut(error) => kept_out::explain(error),
         RequestRefusal::DryRun => Exit::new(exit::FAILURE, format!("{refusal}; stop it first")),
     }
 }

@@ -6,6 +6,7 @@ use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 pub const PATH: &str = "/run/pagefold/control.sock";
 /// The schema of requests, and of answers without a schema of their own.
@@ -36,6 +37,8 @@ pub enum Request {
     Unmerge(Selectors),
     /// Lets processes in again. Answered by `pagefold.include/1`.
     Include(Selectors),
+    /// Reads the configuration files again. Answered by [`Reloaded`].
+    Reload,
 }
 
 /// The processes that a request is about.
@@ -121,6 +124,16 @@ pub struct ControlState {
     pub paused: bool,
 }
 
+/// The settings in force after they were read again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reloaded {
+    pub schema: String,
+    /// The configuration file.
+    pub file: PathBuf,
+    /// The scope, as flags.
+    pub scope: String,
+}
+
 /// The answer to a request that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
@@ -181,6 +194,7 @@ mod tests {
             Request::Governor { name: "low".into() },
             Request::Pause,
             Request::Resume,
+            Request::Reload,
             Request::Unmerge(Selectors { all: true, ..Selectors::default() }),
             Request::Include(Selectors {
                 pids: vec![1, 2],

@@ -2,6 +2,7 @@
 //!
 //! The main loop only hands over facts. The thread that sent the request makes the answer from these facts.
 
+use super::orders::Answer;
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::reason_of;
 use crate::config::ownership::shown;
@@ -17,7 +18,7 @@ use pagefold_engine::state::State;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
 use pagefold_host::scope::Selector;
-use pagefold_host::scope::kept_out::{Entry, Verdict};
+use pagefold_host::scope::kept_out::{Entry, KeptOut, Verdict};
 use pagefold_host::targets::{PendingUnmark, Target};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::exit::{self, Exit};
@@ -45,7 +46,7 @@ pub struct Facts {
     pub merged_domain: Option<String>,
     /// The selectors of processes that users keep out, and of processes that they let in again although an earlier
     /// selector keeps them out.
-    pub kept_out: Vec<KeptOutRow>,
+    pub kept_out: KeptOut,
     /// The cgroups whose limits have too little headroom for copies of all merged pages, or none to merge more.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
@@ -134,15 +135,22 @@ pub struct RunFacts {
 impl RunFacts {
     /// The facts at the beginning of a run.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
-        Self {
-            scope: scope.to_string(),
-            selectors: scope.spec().0.into(),
+        let mut facts = Self {
+            scope: String::new(),
+            selectors: Arc::default(),
             dry_run,
             config: config.clone(),
             stood_down: None,
             audit_lost: 0,
             events: Vec::new(),
-        }
+        };
+        facts.set_scope(scope);
+        facts
+    }
+
+    pub fn set_scope(&mut self, scope: &ScopeArgs) {
+        self.scope = scope.to_string();
+        self.selectors = scope.spec().0.into();
     }
 }
 
@@ -189,7 +197,7 @@ impl Facts {
             targets: host.targets().map(TargetFacts::from).collect(),
             domains: host.domains().to_vec(),
             merged_domain: host.merged_domain().cloned(),
-            kept_out: host.kept_out().entries().iter().map(KeptOutRow::from).collect(),
+            kept_out: host.kept_out().clone(),
             limited,
             run,
             xen: None,
@@ -241,7 +249,7 @@ pub struct Order {
     pub request: Request,
     /// The user who sent the request.
     pub uid: u32,
-    pub reply: Sender<Result<String, Exit>>,
+    pub reply: Sender<Result<Answer, Exit>>,
 }
 
 #[derive(Debug)]
@@ -322,7 +330,7 @@ impl RequestQueue {
                     self.changes.push(pending);
                 }
                 // These only come as orders. Here we'd drop the request, and tell its sender that the run is ending.
-                Request::Unmerge(_) | Request::Include(_) => {}
+                Request::Unmerge(_) | Request::Include(_) | Request::Reload => {}
             }
         }
         if !self.changes.is_empty() {
@@ -353,7 +361,7 @@ impl RequestSender {
     }
 
     /// Sends a request about processes, and waits until the host has carried it out.
-    pub fn order(&self, request: Request, uid: u32) -> Result<String, Exit> {
+    pub fn order(&self, request: Request, uid: u32) -> Result<Answer, Exit> {
         let (reply, answer) = channel();
         let todo = "some of the processes may still be merged: run this again";
         let answer = self.ask(Message::Order(Order { request, uid, reply }), &answer, todo);

@@ -6,6 +6,7 @@
 use super::progress::Progress;
 use crate::audit::{Audit, Entry};
 use crate::config::args::RunArgs;
+use crate::config::scope::ScopeArgs;
 use crate::config::settings::Settings;
 use crate::events::Events;
 use crate::log;
@@ -14,8 +15,9 @@ use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_host::live::LiveHost;
 use pagefold_text::escape::printable;
-use pagefold_text::exit::Exit;
+use pagefold_text::exit::{self, Exit};
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,6 +30,10 @@ pub struct ActiveSettings<'a> {
     audit: Option<Audit>,
     pub events: Events,
     requested: Arc<AtomicBool>,
+    /// Whether a reload has changed the scope, and the daemon hasn't noticed yet.
+    pub is_scope_new: bool,
+    /// The result of the last reload.
+    pub reloaded: Result<(), Exit>,
 }
 
 impl<'a> ActiveSettings<'a> {
@@ -42,6 +48,8 @@ impl<'a> ActiveSettings<'a> {
             audit,
             events: Events::new(Journal::of_environment(), args.dry_run),
             requested: Arc::default(),
+            is_scope_new: false,
+            reloaded: Ok(()),
         })
     }
 
@@ -49,6 +57,18 @@ impl<'a> ActiveSettings<'a> {
     pub fn on_hangup(&self) -> Option<Arc<AtomicBool>> {
         let reloads = self.settings.file.is_some() || self.audit.is_some();
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
+    }
+
+    /// Makes the next reload read the files again, if they decide on the scope. Returns the configuration file.
+    pub fn request_reload(&mut self) -> Result<PathBuf, Exit> {
+        let file = self.settings.file.clone().filter(|_| self.args.scope == ScopeArgs::default());
+        let pid = std::process::id();
+        let line = format!(
+            "pagefold (pid {pid}) has its scope from its command line; stop it and run pagefold without a scope"
+        );
+        let file = file.ok_or_else(|| Exit::new(exit::FAILURE, line))?;
+        self.requested.store(true, Ordering::SeqCst);
+        Ok(file)
     }
 
     /// Adds an event, and writes a line to the audit log.
@@ -88,9 +108,13 @@ impl<'a> ActiveSettings<'a> {
             audit.reopen();
         }
         match self.settings.reread(self.args) {
-            Ok(read) => self.apply(read, engine, host, progress),
+            Ok(read) => {
+                self.reloaded = Ok(());
+                self.apply(read, engine, host, progress)
+            }
             Err(error) => {
                 self.say(progress, "error", format!("the settings are unchanged: {error}"));
+                self.reloaded = Err(error);
                 None
             }
         }
@@ -113,6 +137,13 @@ impl<'a> ActiveSettings<'a> {
         if !fixed.is_empty() {
             progress.say(&format!("changes to {} take effect at the next start; restart the run", fixed.join(", ")));
         }
+        if read.scope != self.settings.scope {
+            host.set_scope(read.scope.spec());
+            self.is_scope_new = true;
+            let scope = if read.scope == ScopeArgs::default() { "empty".to_owned() } else { read.scope.to_string() };
+            self.say(progress, "settings", format!("the scope is now {scope}"));
+        }
+        self.settings.scope = read.scope;
         if read.deny != self.settings.deny {
             host.set_deny(read.deny.clone());
             self.say(progress, "settings", "the deny list has changed".to_owned());

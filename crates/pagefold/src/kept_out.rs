@@ -1,0 +1,196 @@
+//! Keeps the list of processes that are kept out in a file, so that the next run keeps them out, too.
+//!
+//! Under the service manager it's in the service's directory. The daemon writes it after each request; without a daemon,
+//! `exclude` and `include` write it, while they hold KSM's lock. A file that we can't use ends a run before it begins:
+//! otherwise the run would merge what somebody has excluded.
+
+use crate::config::ownership;
+use crate::control::protocol::Selectors;
+use crate::place::{Place, create_directory, of_service};
+use pagefold_host::scope::kept_out::{ENTRIES_MOST, Entry, KeptOut, KeptOutError, Verdict};
+use pagefold_host::scope::{ScopeSpec, Selector};
+use pagefold_ksm::state_file::boot_id;
+use pagefold_procmem::Roots;
+use pagefold_procmem::process::ProcessKey;
+use pagefold_text::exit::{self, Exit};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+const SCHEMA: &str = "pagefold.kept-out/1";
+const DIRECTORY: &str = "/var/lib/pagefold";
+const NAME: &str = "kept-out.json";
+/// The longest file that we read and write, bytes: some hundred thousand processes.
+const LENGTH_MOST: u64 = 8 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    schema: String,
+    /// Identifies the boot, because pids and start times mean nothing after a reboot.
+    boot_id: String,
+    entries: Vec<Row>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    /// Exactly one.
+    selector: Selectors,
+    /// The user who keeps the processes out. `None` if a user has let them in again.
+    uid: Option<u32>,
+    processes: BTreeSet<ProcessKey>,
+}
+
+fn path() -> PathBuf {
+    of_service(NAME).unwrap_or_else(|| Path::new(DIRECTORY).join(NAME))
+}
+
+/// The processes that are kept out.
+///
+/// # Errors
+/// The file is there, but damaged, or other users can write or replace it. The exit code is 2.
+pub fn read() -> Result<KeptOut, Exit> {
+    read_at(&path(), &Roots::default()).map_err(|why| {
+        let shown = ownership::shown(&path());
+        let advice = "see which processes it names, remove it, and exclude them again";
+        Exit::new(exit::USAGE, format!("the list of excluded processes, {shown}, {why}; {advice}"))
+    })
+}
+
+/// Writes the list.
+///
+/// # Errors
+/// A clause: we can't write the file.
+pub fn write(kept_out: &KeptOut) -> Result<(), String> {
+    let path = path();
+    let written = write_at(&path, kept_out, &Roots::default());
+    written.map_err(|why| format!("{} {why}", ownership::shown(&path)))
+}
+
+fn read_at(path: &Path, roots: &Roots) -> Result<KeptOut, String> {
+    // A link that leads nowhere isn't ours.
+    if path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return Ok(KeptOut::default());
+    }
+    let bytes = Place::of(path)?.read(LENGTH_MOST).map_err(|error| error.to_string())?;
+    let Document { schema, boot_id: boot, entries: rows } =
+        serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
+    if schema != SCHEMA {
+        return Err("is of another version".to_owned());
+    }
+    if rows.len() > ENTRIES_MOST {
+        return Err(format!("has more than {ENTRIES_MOST} entries"));
+    }
+    let is_same_boot = boot == boot_id(&roots.proc).map_err(|error| format!("cannot be compared: {error}"))?;
+    let mut entries = Vec::new();
+    for Row { selector, uid, processes } in rows {
+        let Ok([selector]) = <[Selector; 1]>::try_from(selector.spec().0) else {
+            return Err("is damaged (an entry without a selector of its own)".to_owned());
+        };
+        let verdict = uid.map_or(Verdict::In, |by| Verdict::Out { by });
+        let processes = if is_same_boot { processes } else { BTreeSet::new() };
+        entries.push(Entry { verdict, selector, processes });
+    }
+    Ok(KeptOut::of(entries))
+}
+
+fn write_at(path: &Path, kept_out: &KeptOut, roots: &Roots) -> Result<(), String> {
+    let mut rows = Vec::new();
+    for Entry { verdict, selector, processes } in kept_out.entries() {
+        let uid = match verdict {
+            Verdict::Out { by } => Some(*by),
+            Verdict::In => None,
+        };
+        let selector = Selectors::of(&ScopeSpec(vec![selector.clone()])).map_err(|error| error.to_string())?;
+        rows.push(Row { selector, uid, processes: processes.clone() });
+    }
+    let boot_id = boot_id(&roots.proc).map_err(|error| format!("cannot be written: {error}"))?;
+    let document = Document { schema: SCHEMA.to_owned(), boot_id, entries: rows };
+    let text = serde_json::to_string(&document).map_err(|error| format!("cannot be written: {error}"))?;
+    if text.len() as u64 > LENGTH_MOST {
+        return Err("would be too long".to_owned());
+    }
+    if let Some(directory) = path.parent() {
+        create_directory(directory)?;
+    }
+    let fill = |file: &mut std::fs::File| file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+    Place::of(path)?.replace(0o600, fill).map_err(|error| format!("cannot be written: {error}"))
+}
+
+/// The exit code and advice if we can't change the list.
+pub fn explain(error: &KeptOutError) -> Exit {
+    match error {
+        KeptOutError::NotKeptOut(_) => Exit::new(exit::NO_SCOPE, format!("{error}; see pagefold status")),
+        KeptOutError::TooMany => {
+            Exit::new(exit::FAILURE, format!("{error}; name a cgroup, a user or a program instead of processes"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn entry(selector: Selector, by: Option<u32>, processes: &[ProcessKey]) -> Entry {
+        let verdict = by.map_or(Verdict::In, |by| Verdict::Out { by });
+        Entry { verdict, selector, processes: processes.iter().copied().collect() }
+    }
+
+    #[test]
+    fn the_list_survives_a_restart_but_pids_survive_no_reboot() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state").join(NAME);
+        let roots = Roots { proc: dir.path().join("proc"), ..Roots::default() };
+        let boot = roots.proc.join("sys/kernel/random/boot_id");
+        fs::create_dir_all(boot.parent().unwrap()).unwrap();
+        fs::write(&boot, "one\n").unwrap();
+        assert_eq!(read_at(&path, &roots).unwrap().entries(), [], "there's no file yet");
+        let named = |kind, name: &str| Selector::named(kind, name.to_owned()).unwrap();
+        let list = [
+            entry(named("exe", "a \"b"), Some(0), &[]),
+            entry(Selector::Pid(7), Some(0), &[(7, 100), (9, 200)]),
+            entry(named("user", "33"), None, &[]),
+            entry(named("unit", "vault.service"), Some(0), &[]),
+        ];
+        write_at(&path, &KeptOut::of(list.to_vec()), &roots).unwrap();
+        assert_eq!(read_at(&path, &roots).unwrap().entries(), list);
+        fs::write(&boot, "two\n").unwrap();
+        let after = [&list[..1], &list[2..]].concat();
+        assert_eq!(read_at(&path, &roots).unwrap().entries(), after, "another process may have the pid");
+    }
+
+    #[test]
+    fn a_file_that_is_not_ours_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(NAME);
+        let roots = Roots::default();
+        let refused = |says: &str| {
+            let error = read_at(&path, &roots).unwrap_err();
+            assert!(error.contains(says), "{says}: {error}");
+        };
+        let document = |entries: &str| {
+            let text = format!(r#"{{"schema":"pagefold.kept-out/1","boot_id":"x","entries":[{entries}]}}"#);
+            fs::write(&path, text).unwrap();
+        };
+        fs::write(&path, "{").unwrap();
+        refused("is damaged");
+        fs::write(&path, r#"{"schema":"pagefold.kept-out/2","boot_id":"x","entries":[]}"#).unwrap();
+        refused("another version");
+        document(r#"{"selector":{},"uid":0,"processes":[]}"#);
+        refused("selector of its own");
+        document(r#"{"selector":{"pids":[1,2]},"uid":0,"processes":[]}"#);
+        refused("selector of its own");
+        document(&vec![r#"{"selector":{"exes":["a"]},"uid":0,"processes":[]}"#; ENTRIES_MOST + 1].join(","));
+        refused("more than 1024 entries");
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
+        refused("symbolic link");
+        fs::remove_file(&path).unwrap();
+        document("");
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
+        refused("other users may write");
+    }
+}
