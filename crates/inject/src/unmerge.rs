@@ -210,7 +210,7 @@ pub fn unmerge(
 
 /// Copies merged pages where nothing is marked: the process shared them through fork when a relative's memory was
 /// merged.
-fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeError> {
+pub fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeError> {
     let mut copied = Pages(0);
     if !shows_merged() {
         return Ok(copied);

@@ -9,7 +9,7 @@ use crate::targets::Marks;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
-use pagefold_inject::unmerge::{MarkState, UnmergeError, step_bytes, unmark_in_steps};
+use pagefold_inject::unmerge::{MarkState, UnmergeError, copy_inherited, step_bytes, unmark_in_steps};
 use pagefold_inject::{Call, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
@@ -57,6 +57,8 @@ pub(super) struct Withdrawal {
     /// The calls that remove them. Empty if no mark is left.
     calls: Vec<Call>,
     report: InjectionReport,
+    /// Merged pages copied that weren't marked: the process shared them through fork.
+    copied: Pages,
     ran: Result<(), UnmergeError>,
 }
 
@@ -93,9 +95,10 @@ impl LiveHost {
         let is_new = !self.withdrawing.jobs.contains_key(&pid);
         let Some(withdrawal) = self.try_to_withdraw(pid, now_ns) else { return Try::Nothing };
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
-        let Withdrawal { state, calls, report, ran } = withdrawal;
+        let Withdrawal { state, calls, report, copied, ran } = withdrawal;
         if calls.is_empty() && ran.is_ok() {
             target.count_unmerged(state.merged_kib, Pages(0), 0);
+            target.request.done.given_back.0 += copied.bytes().0;
             // A job that began earlier may have been for other marks.
             if is_new {
                 target.set_settled();
@@ -211,10 +214,17 @@ fn withdraw_job(
         let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
         if let Err(error) = made {
-            return Ok(Withdrawal { state, calls, report, ran: Err(error.into()) });
+            return Ok(Withdrawal { state, calls, report, copied: Pages(0), ran: Err(error.into()) });
         }
-        let ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
-        Ok(Withdrawal { state, calls, report, ran })
+        let mut copied = Pages(0);
+        let mut ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
+        if marks == Marks::All && calls.is_empty() {
+            match copy_inherited(&process, &roots) {
+                Ok(pages) => copied = pages,
+                Err(error) => ran = Err(error),
+            }
+        }
+        Ok(Withdrawal { state, calls, report, copied, ran })
     }
 }
 
