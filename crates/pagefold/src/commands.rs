@@ -3,6 +3,7 @@
 pub mod config;
 pub mod control;
 pub mod doctor;
+pub mod enable;
 pub mod examples;
 pub mod exec;
 pub mod explain;

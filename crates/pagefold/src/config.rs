@@ -2,6 +2,7 @@
 
 pub mod args;
 pub mod config_file;
+pub mod enabled;
 pub mod flags;
 pub mod options;
 pub mod ownership;

@@ -28,7 +28,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use commands::examples;
 use commands::sketch as sketches;
 use commands::{
-    config as files, control as requests, doctor, exec, explain, include, run, scan, status, top, unmerge,
+    config as files, control as requests, doctor, enable, exec, explain, include, run, scan, status, top, unmerge,
 };
 use control::protocol::Request;
 use std::process::ExitCode;
@@ -85,6 +85,10 @@ enum Command {
     /// Merge the memory of running processes until stopped
     #[command(after_long_help = examples::RUN)]
     Run(RunArgs),
+    /// Add programs, units, guests, containers, pods, cgroups or users to the scope, and start or reload the service
+    Enable(enable::EnableArgs),
+    /// Undo `enable`, and unmerge the memory
+    Disable(enable::EnableArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     #[command(after_long_help = examples::STATUS)]
     Status(status::StatusArgs),
@@ -152,6 +156,8 @@ pub fn main() -> ExitCode {
         Command::Scan(args) => scan::run(args),
         Command::Sketch(args) => sketches::run(args),
         Command::Run(args) => run::run(args),
+        Command::Enable(args) => enable::enable(args),
+        Command::Disable(args) => enable::disable(args),
         Command::Status(args) => status::run(args),
         Command::Top(args) => top::run(args),
         Command::Explain(args) => explain::run(args),

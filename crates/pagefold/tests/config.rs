@@ -178,3 +178,50 @@ fn without_a_file_and_a_log_sighup_ends_the_run() {
     daemon.end().summary();
     ksm.assert_restored();
 }
+
+#[test]
+fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let config = ConfigFile::new("[run]\ngovernor = \"full\"\n");
+    let [first, second] = [ProgramCopy::unique(), ProgramCopy::unique()];
+    let start = |exe: &ProgramCopy| Tenant::start(exe, &spec(32, 4, 15)).unwrap();
+    let mut tenants = vec![start(&first), start(&first), start(&second), start(&second)];
+    let pids = pids(&tenants);
+    let call =
+        |command: &'static str, exe: &ProgramCopy| succeed(&[command, "--exe", exe.name(), "--config", config.name()]);
+    let file = config.beside("pagefold.toml.d/enabled.toml");
+    assert_has(&call("enable", &first), &["No pagefold is running. To start one: sudo pagefold run --config "]);
+    let written = fs::read_to_string(&file).unwrap();
+    call("enable", &first);
+    assert_eq!(fs::read_to_string(&file).unwrap(), written, "the second time changes nothing");
+    let daemon = Daemon::start(&["run", "--json", "--config", config.name()]).answering();
+    wait_until_merged(&pids[..2], 31 * MIB);
+    assert_has(&call("enable", &second), &["The running pagefold has read it.", "Saved so far: ", "in 2 processes"]);
+    wait_until_merged(&pids, 31 * MIB);
+    assert_has(&call("disable", &first), &["unmerged: 2 processes."]);
+    assert_unmarked(&pids[..2]);
+    assert!(are_merged(&pids[2..], 31 * MIB));
+    assert_eq!(status()["scope"], format!("--exe {}", second.name()));
+    let disable = ["disable", "--exe", first.name(), "--config", config.name()];
+    assert_fails(&disable, 5, "is not enabled");
+    assert_has(&call("disable", &second), &["Nothing is in scope any more."]);
+    assert!(!Path::new(&file).exists());
+    assert_unmarked(&pids);
+    for (args, code, says) in [
+        (&["enable", "--config", config.name()][..], 2, "no name is given"),
+        (&["enable", "--exe", "", "--config", config.name()], 2, "empty"),
+        (&["enable", "--user", "no-such-user", "--config", config.name()], 5, "no user no-such-user"),
+        (&["enable", "--all"], 2, "--all"),
+    ] {
+        assert_fails(args, code, says);
+    }
+    daemon.stop();
+
+    // A daemon that reads no file, or another one, leaves the configuration as it was.
+    let daemon = Daemon::on(&pids, &[]).answering();
+    let enable = ["enable", "--exe", first.name(), "--config", config.name()];
+    assert_fails(&enable, 1, "has its scope from its command line");
+    assert!(!Path::new(&file).exists());
+    ksm.end(daemon, &pids);
+    assert_intact(&mut tenants);
+}

@@ -12,14 +12,14 @@ use std::fmt::{self, Write};
 
 /// Defines a type for the flags of some sections.
 macro_rules! flags {
-    ($($(#[$doc:meta])* $name:ident: $sections:expr;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $sections:expr $(, without $key:literal)?;)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         pub struct $name(pub Box<Options>);
 
         impl Args for $name {
             fn augment_args(command: Command) -> Command {
-                command.args(of_sections(&$sections).map(argument))
+                command.args(of_sections(&$sections)$(.filter(|option| option.key != $key))?.map(argument))
             }
             fn augment_args_for_update(command: Command) -> Command {
                 Self::augment_args(command)
@@ -29,7 +29,7 @@ macro_rules! flags {
         impl FromArgMatches for $name {
             fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
                 let mut options = Box::default();
-                for option in of_sections(&$sections) {
+                for option in of_sections(&$sections)$(.filter(|option| option.key != $key))? {
                     read(&mut options, option, matches)?;
                 }
                 Ok(Self(options))
@@ -45,6 +45,8 @@ macro_rules! flags {
 flags! {
     /// Selectors of processes.
     ScopeFlags: ["scope"];
+    /// Selectors of processes by name.
+    NameFlags: ["scope"], without "all";
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// Options for a run's work on the processes in scope.

@@ -17,8 +17,8 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_engine::range;
 use pagefold_engine::reserve::Keep;
 use pagefold_engine::units::{Permyriad, count};
-use pagefold_host::scope::ScopeSpec;
 use pagefold_host::scope::deny_list::DEFAULT_DENIED;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -102,7 +102,8 @@ macro_rules! options {
 options! {
     preset;
     "scope" "Scope"
-        "Which processes are in scope: any that match an entry. Scope flags on the command line replace this section." {
+        "Which processes are in scope: any that match an entry. Scope flags on the command line replace this section. \
+         Reloaded by SIGHUP." {
         "cgroups" "--cgroup <PATH>" cgroups: Vec<String>, List, "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
             "Processes in this cgroup and below it";
         "users" "--user <USER>" users: Vec<String>, List, "[\"www-data\", 33]",
@@ -118,6 +119,8 @@ options! {
              LXC's name";
         "pods" "--pod <UID>" pods: Vec<String>, List, "[\"6c2f1f0e-1111-4222-8333-944445555666\"]",
             "Processes of this Kubernetes pod: 12 or more characters of its UID";
+        "enabled" "SELECTOR" enabled: Vec<Selector>, List, "[\"exe redis-server\", \"unit nginx.service\"]",
+            "What pagefold enable has added: a kind (exe, unit, vm, container, pod, cgroup or user) and a name";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
     }
     "run" "CPU time" "How much CPU time to use, and how to merge." {
@@ -310,7 +313,9 @@ impl Options {
             ("pod", &self.pods),
         ];
         let names = names.map(|(kind, names)| (kind, names.as_deref().unwrap_or_default()));
-        ScopeSpec::of(pids, &names, self.all == Some(true))
+        let mut spec = ScopeSpec::of(pids, &names, self.all == Some(true));
+        spec.0.extend(self.enabled.iter().flatten().cloned());
+        spec
     }
 }
 

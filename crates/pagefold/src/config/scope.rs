@@ -86,8 +86,9 @@ impl ScopeArgs {
 
     /// The scope in a configuration file.
     pub fn of_file(options: &Options) -> Self {
-        let Options { cgroups, users, exes, units, vms, containers, pods, all, .. } = options.clone();
-        let selectors = Options { cgroups, users, exes, units, vms, containers, pods, all, ..Options::default() };
+        let Options { cgroups, users, exes, units, vms, containers, pods, enabled, all, .. } = options.clone();
+        let selectors =
+            Options { cgroups, users, exes, units, vms, containers, pods, enabled, all, ..Options::default() };
         Self { pid: Vec::new(), selectors: ScopeFlags(Box::new(selectors)) }
     }
 

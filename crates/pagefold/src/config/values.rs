@@ -246,6 +246,20 @@ impl Scalar for String {
     }
 }
 
+impl Scalar for Selector {
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        let (kind, name) = text.split_once(' ').unwrap_or((text, ""));
+        let name = <String as Scalar>::parse(name, source)?;
+        let kinds = Self::NAMED.join(", ");
+        Self::named(kind, name)
+            .ok_or_else(|| format!("'{text}' has an unknown kind; write a name after one of {kinds}"))
+    }
+
+    fn format(&self) -> String {
+        quoted(&format!("{} {}", self.kind(), self.value()))
+    }
+}
+
 impl Scalar for PathBuf {
     fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
         let path = Self::from(<String as Scalar>::parse(text, source)?);

@@ -1,0 +1,360 @@
+//! `pagefold enable` and `disable`: add processes to the scope in a drop-in file, make the daemon read it, and show what
+//! comes of it.
+
+use super::status::Status;
+use crate::config::enabled::{EnabledFile, create_main};
+use crate::config::flags::NameFlags;
+use crate::config::ownership::shown;
+use crate::config::scope::explain;
+use crate::config::settings::DEFAULT_FILE;
+use crate::control::client::ask;
+use crate::control::protocol::{Reloaded, Request};
+use crate::preflight;
+use anyhow::Result;
+use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_including};
+use pagefold_procmem::Roots;
+use pagefold_text::escape::shell_word;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::program::code_of;
+use pagefold_text::progress::Progress;
+use pagefold_text::style::{self, Lines, Style};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const SERVICE: &str = "pagefold.service";
+/// How long we wait for the first saving.
+const SAVING_LIMIT: Duration = Duration::from_secs(60);
+/// How long we wait until a process is unmerged.
+const UNMERGING_LIMIT: Duration = Duration::from_secs(10);
+/// If the daemon leaves all processes alone for this long, it will go on.
+const LEFT_ALONE: Duration = Duration::from_secs(3);
+const INTERVAL: Duration = Duration::from_millis(250);
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct EnableArgs {
+    #[command(flatten)]
+    pub names: NameFlags,
+    /// The configuration file; FILE.d/enabled.toml is written
+    #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
+    pub config: PathBuf,
+}
+
+impl EnableArgs {
+    fn spec(&self) -> Result<ScopeSpec, Exit> {
+        let spec = self.names.0.scope(&[]);
+        if spec.0.is_empty() {
+            let line = "no name is given; give --exe, --unit, --vm, --container, --pod, --cgroup or --user, \
+                        as pagefold scan shows them";
+            return Err(Exit::new(exit::USAGE, line));
+        }
+        Ok(spec)
+    }
+
+    /// The option that names the configuration file, after a space, unless it's the default.
+    fn file_flag(&self) -> String {
+        if self.config == Path::new(DEFAULT_FILE) {
+            return String::new();
+        }
+        format!(" --config {}", shell_word(&shown(&self.config)))
+    }
+}
+
+/// The daemon after a change of the configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum DaemonState {
+    /// It has read the files. What remains in its scope, as flags.
+    Reloaded(String),
+    Started,
+    /// It doesn't run.
+    Absent,
+}
+
+/// What came of the processes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Outcome {
+    processes: usize,
+    saved_bytes: u64,
+    /// How many of them the daemon leaves alone, with a reason; whether their memory must still be unmarked.
+    left_alone: usize,
+    reason: Option<String>,
+    to_unmark: usize,
+    /// One of them.
+    pid: Option<i32>,
+    doing: String,
+}
+
+impl Outcome {
+    fn of(status: &Status, pids: &[i32]) -> Self {
+        let doing: Vec<&str> = status.doing().into_iter().map(super::status::Doing::name).collect();
+        let mut outcome = Self { doing: doing.join(" and "), ..Self::default() };
+        for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
+            outcome.processes += 1;
+            outcome.saved_bytes += row.saved_bytes.unwrap_or(0);
+            outcome.pid = outcome.pid.or(Some(row.pid));
+            outcome.left_alone += usize::from(row.left_alone.is_some());
+            outcome.to_unmark += usize::from(row.to_unmark.is_some());
+            outcome.reason = outcome.reason.or_else(|| row.left_alone.clone());
+        }
+        outcome
+    }
+
+    fn is_left_alone(&self) -> bool {
+        self.processes > 0 && self.left_alone == self.processes
+    }
+}
+
+pub fn enable(args: &EnableArgs) -> Result<u8> {
+    preflight::need_root("changing the configuration")?;
+    let spec = args.spec()?;
+    preflight::see_cgroups();
+    let found = match resolve(&spec, &Roots::default()) {
+        Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) => {
+            complain!("{error}; memory is merged once there is one");
+            Vec::new()
+        }
+        found => found.map_err(|error| explain(&error))?,
+    };
+    let pids: Vec<i32> = found.iter().map(|info| info.pid()).collect();
+    create_main(&args.config)?;
+    let mut file = EnabledFile::open(&args.config)?;
+    let mut list = file.list.clone();
+    for selector in &spec.0 {
+        if !list.contains(selector) {
+            list.push(selector.clone());
+        }
+    }
+    let daemon = change(args, &mut file, list)?;
+    let mut text = String::new();
+    text.line(format!("Enabled {spec} in {}.", shown(&file.path)));
+    drop(file);
+    let outcome = if daemon == DaemonState::Absent || pids.is_empty() { None } else { Some(wait_for_saving(&pids)?) };
+    let flag = args.file_flag();
+    text += &describe_enabled(&daemon, outcome.as_ref(), &flag, Style::of_stdout());
+    text.line(format!("To undo this: pagefold disable {spec}{flag}"));
+    style::print(&text)?;
+    Ok(exit::OK)
+}
+
+pub fn disable(args: &EnableArgs) -> Result<u8> {
+    preflight::need_root("changing the configuration")?;
+    let spec = args.spec()?;
+    preflight::see_cgroups();
+    let mut file = EnabledFile::open(&args.config)?;
+    if let Some(absent) = spec.0.iter().find(|selector| !file.list.contains(selector)) {
+        let line = format!(
+            "{absent} is not enabled in {}; pagefold config show lists what is in scope, and which file says so",
+            shown(&file.path)
+        );
+        return Err(Exit::new(exit::NO_SCOPE, line).into());
+    }
+    let found = resolve_for_including(&spec, &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))?;
+    let pids: Vec<i32> = found.iter().map(|info| info.pid()).collect();
+    let mut list = file.list.clone();
+    list.retain(|selector| !spec.0.contains(selector));
+    let daemon = match reload(args, &mut file, list)? {
+        None => DaemonState::Absent,
+        Some(scope) => DaemonState::Reloaded(scope),
+    };
+    drop(file);
+    let outcome = if daemon == DaemonState::Absent { None } else { Some(wait_for_unmerging(&pids)?) };
+    style::print(&describe_disabled(&spec, &daemon, outcome.as_ref()))?;
+    Ok(exit::OK)
+}
+
+/// Writes the list and makes the daemon read it, or starts the daemon.
+fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<DaemonState> {
+    if let Some(scope) = reload(args, file, list)? {
+        return Ok(DaemonState::Reloaded(scope));
+    }
+    let is_booted = Path::new("/run/systemd/system").is_dir();
+    let systemctl = ["/usr/bin/systemctl", "/bin/systemctl"].map(Path::new).into_iter().find(|path| path.exists());
+    match systemctl {
+        Some(systemctl) if is_booted && args.config == Path::new(DEFAULT_FILE) => start(systemctl)?,
+        _ => return Ok(DaemonState::Absent),
+    }
+    Ok(DaemonState::Started)
+}
+
+/// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon runs. If the daemon
+/// refuses, the file is as before.
+fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<String>> {
+    let former = file.list.clone();
+    file.set(list)?;
+    let refusal = match ask::<Reloaded>(&Request::Reload) {
+        Ok(reloaded) if reloaded.file == args.config => return Ok(Some(reloaded.scope)),
+        Ok(other) => {
+            let line = format!("the running pagefold reads {0}; add --config {0}", shown(&other.file));
+            Exit::new(exit::FAILURE, line).into()
+        }
+        Err(error) if code_of(&error) == exit::NO_DAEMON => return Ok(None),
+        Err(error) => error,
+    };
+    file.set(former)?;
+    Err(refusal)
+}
+
+/// Starts the service, now and at each boot.
+fn start(systemctl: &Path) -> Result<(), Exit> {
+    let mut command = Command::new(systemctl);
+    command.args(["--no-ask-password", "--quiet", "enable", "--now", SERVICE]);
+    let ran = command.env_clear().stdin(Stdio::null()).output();
+    let why = match ran {
+        Ok(output) if output.status.success() => return Ok(()),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).split_whitespace().collect::<Vec<_>>().join(" "),
+        Err(error) => error.to_string(),
+    };
+    let line = format!(
+        "the configuration is written, but {SERVICE} does not start: {why}; see systemctl status {SERVICE}, or start \
+         pagefold with sudo pagefold run"
+    );
+    Err(Exit::new(exit::FAILURE, line))
+}
+
+/// Waits for the first saving in these processes, or until we know that there'll be none.
+fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
+    let progress = Progress::new();
+    let began = Instant::now();
+    let mut alone_since = None;
+    loop {
+        let outcome = outcome(pids, began)?;
+        if outcome.is_left_alone() {
+            alone_since.get_or_insert_with(Instant::now);
+        } else {
+            alone_since = None;
+        }
+        let is_over = alone_since.is_some_and(|since: Instant| since.elapsed() > LEFT_ALONE);
+        if outcome.saved_bytes > 0 || is_over || began.elapsed() > SAVING_LIMIT {
+            progress.clear();
+            return Ok(outcome);
+        }
+        progress.show(&format!("waiting for the first saving: {}", outcome.doing), None);
+        std::thread::sleep(INTERVAL);
+    }
+}
+
+/// Waits until the daemon has unmerged these processes, except for those that are still in scope.
+fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
+    let began = Instant::now();
+    loop {
+        let outcome = outcome(pids, began)?;
+        let is_judged = outcome.is_left_alone() || began.elapsed() > LEFT_ALONE;
+        if is_judged && outcome.to_unmark == 0 || began.elapsed() > UNMERGING_LIMIT {
+            return Ok(outcome);
+        }
+        std::thread::sleep(INTERVAL);
+    }
+}
+
+/// Asks the daemon. One that has just been started may not answer yet.
+fn outcome(pids: &[i32], began: Instant) -> Result<Outcome> {
+    match ask::<Status>(&Request::Status) {
+        Ok(status) => Ok(Outcome::of(&status, pids)),
+        Err(error) if code_of(&error) == exit::NO_DAEMON && began.elapsed() < UNMERGING_LIMIT => Ok(Outcome::default()),
+        Err(error) => Err(error.context("the configuration is written, but the daemon does not answer")),
+    }
+}
+
+fn describe_enabled(daemon: &DaemonState, outcome: Option<&Outcome>, flag: &str, style: Style) -> String {
+    let mut text = String::new();
+    match daemon {
+        DaemonState::Reloaded(_) => text.line("The running pagefold has read it."),
+        DaemonState::Started => text.line(format!("{SERVICE} is running, and starts at each boot.")),
+        DaemonState::Absent => text.line(format!("No pagefold is running. To start one: sudo pagefold run{flag}")),
+    }
+    let Some(outcome) = outcome else { return text };
+    let processes = style::count(outcome.processes, "process", "processes");
+    let explain = outcome.pid.map(|pid| format!(" (see pagefold explain {pid})")).unwrap_or_default();
+    match &outcome.reason {
+        _ if outcome.saved_bytes > 0 => {
+            let saved = format!("Saved so far: {} in {processes}.", style::human(outcome.saved_bytes));
+            text.line(format!("{} pagefold top shows the rest live.", style.bold(&saved)));
+        }
+        Some(reason) if outcome.is_left_alone() => {
+            text.line(style.bold(&format!("Nothing is saved: {processes} left alone, {reason}{explain}.")));
+        }
+        _ => {
+            let line = format!("Nothing is saved yet in {processes}; pagefold is {}{explain}.", outcome.doing);
+            text.line(style.bold(&line));
+        }
+    }
+    text
+}
+
+fn describe_disabled(spec: &ScopeSpec, daemon: &DaemonState, outcome: Option<&Outcome>) -> String {
+    let mut text = String::new();
+    text.line(format!("Disabled {spec}."));
+    match (daemon, outcome) {
+        (DaemonState::Reloaded(scope), Some(outcome)) => {
+            let kept = outcome.processes - outcome.left_alone;
+            let unmerged =
+                style::count(outcome.left_alone - outcome.to_unmark.min(outcome.left_alone), "process", "processes");
+            text.line(format!("Their memory is unmerged: {unmerged}."));
+            if outcome.to_unmark > 0 {
+                let late = style::count(outcome.to_unmark, "process", "processes");
+                text.line(format!("Not done yet in {late}: pagefold keeps trying (see pagefold status)."));
+            }
+            if kept > 0 {
+                let kept = style::count(kept, "process is", "processes are");
+                text.line(format!("{kept} still in scope by other selectors: {scope}"));
+            }
+            if scope.is_empty() {
+                text.line("Nothing is in scope any more.");
+            }
+        }
+        _ => text.line(format!("No pagefold is running. To unmerge what is merged: pagefold unmerge {spec}")),
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn spec() -> ScopeSpec {
+        ScopeSpec::of(&[], &[("exe", &["redis-server".to_owned()])], false)
+    }
+
+    #[test]
+    fn what_came_of_it_is_shown() {
+        let reloaded = DaemonState::Reloaded("--unit nginx".to_owned());
+        let waiting = Outcome { processes: 3, pid: Some(4_001), doing: "reading".to_owned(), ..Outcome::default() };
+        let saving = Outcome { saved_bytes: 264 << 20, ..waiting.clone() };
+        let reason = Some("non-dumpable".to_owned());
+        let alone = Outcome { left_alone: 3, reason, ..waiting.clone() };
+        let mut text = String::new();
+        for (daemon, outcome) in [
+            (&reloaded, Some(&saving)),
+            (&DaemonState::Started, Some(&waiting)),
+            (&reloaded, Some(&alone)),
+            (&DaemonState::Absent, None),
+        ] {
+            text += &describe_enabled(daemon, outcome, "", Style::plain_text());
+            text.line("");
+        }
+        let late = Outcome { to_unmark: 1, left_alone: 2, ..waiting.clone() };
+        text += &describe_disabled(&spec(), &reloaded, Some(&late));
+        text += &describe_disabled(&spec(), &DaemonState::Reloaded(String::new()), Some(&alone));
+        text += &describe_disabled(&spec(), &DaemonState::Absent, None);
+        golden::check("enable.txt", &text);
+    }
+
+    #[test]
+    fn systemctl_gets_an_array_of_arguments_and_its_failure_is_one_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let systemctl = dir.path().join("systemctl");
+        let script = |text: &str| {
+            fs::write(&systemctl, format!("#!/bin/sh\n{text}\n")).unwrap();
+            fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        script("[ \"$*\" = \"--no-ask-password --quiet enable --now pagefold.service\" ]");
+        start(&systemctl).unwrap();
+        script("echo Failed:\necho no unit >&2; exit 5");
+        let refused = start(&systemctl).unwrap_err();
+        assert!(refused.line.contains("does not start: no unit; see"), "{refused}");
+        assert!(start(&dir.path().join("absent")).is_err());
+    }
+}
