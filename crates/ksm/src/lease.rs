@@ -187,6 +187,15 @@ impl KsmLease {
         self.writer.check()
     }
 
+    /// Unmerges everything that's merged on the machine.
+    ///
+    /// # Errors
+    /// [`KnobError::Overridden`] if another program has changed a knob.
+    pub fn unmerge_everything(&self) -> Result<(), KnobError> {
+        self.writer.set(Knob::Run, 2)?;
+        self.writer.set(Knob::Run, 0)
+    }
+
     /// Restores KSM, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
     pub fn restore(mut self, limit: Duration) -> RestoreOutcome {
         self.restored = true;

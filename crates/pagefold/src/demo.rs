@@ -29,7 +29,7 @@ use pagefold_inject::unmerge::{Unmerged, unmerge};
 use pagefold_ksm::controller::{KsmdController, scan_and_restore};
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, restore_deferred};
-use pagefold_ksm::{Knobs, Ksm};
+use pagefold_ksm::{Knob, Knobs, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_and_children_cpu_ns;
 use pagefold_procmem::os::interrupt::Interrupt;
@@ -144,7 +144,12 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
             format!("KSM already saves {} in other programs; unmerge them first with pagefold unmerge", human(saved));
         return Err(Exit::new(exit::KSM_TAKEN, line).into());
     }
-    Ok(ksm.knobs()?)
+    let mut knobs = ksm.knobs()?;
+    if knobs.run == 2 {
+        // That's left of an unmerging, and a lease ends with 0.
+        knobs.run = 0;
+    }
+    Ok(knobs)
 }
 
 fn lease(ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<KsmLease, Exit> {
@@ -215,7 +220,13 @@ impl Demo {
         let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
+        // Both parts have the same terms.
+        let initial = InitialKnobs {
+            smart_scan: self.before.smart_scan.and(DEFAULTS.smart_scan),
+            merge_across_nodes: self.before.merge_across_nodes.and(DEFAULTS.merge_across_nodes),
+            ..InitialKnobs::default()
+        };
+        let knobs = take(Some(preflight::injector()?), &self.ksm, &initial)?;
         let config = Config { seed: seed(), governor: Governor::Full, ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -272,7 +283,11 @@ impl Demo {
         let style = self.style;
         let span = self.times.ksm.as_secs_f64();
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
+        self.unmerge_others()?;
         let lease = lease(&self.ksm, &DEFAULTS)?;
+        if lease.unavailable().iter().any(|(knob, _)| *knob == Knob::MaxPageSharing) {
+            bail!("other programs have merged memory meanwhile");
+        }
         for &pid in pids {
             let process = Process::open(pid)?;
             mark(&process, &eligible_spans(&process)?)?;
@@ -292,12 +307,22 @@ impl Demo {
         observed
     }
 
+    /// Unmerges what ksmd has merged beside our workers: programs may have marked memory themselves. Nothing was merged
+    /// when we began.
+    fn unmerge_others(&self) -> Result<()> {
+        let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
+        if self.ksm.anything_merged()? {
+            lease.unmerge_everything()?;
+        }
+        lease.restore(LIMIT);
+        Ok(())
+    }
+
     /// Ends the workers and restores KSM. Returns a sentence about settings that it couldn't restore.
-    fn restore(self) -> Result<Option<String>> {
-        drop(self.workers);
-        // An interrupted part may have left settings changed. Once ksmd has dropped the workers' pages, we can restore
-        // them.
-        scan_and_restore(lease(&self.ksm, &InitialKnobs::NONE)?, LIMIT)?;
+    fn restore(mut self) -> Result<Option<String>> {
+        self.workers = None;
+        // An interrupted part may have left settings changed.
+        self.unmerge_others()?;
         let now = self.ksm.knobs()?;
         if now != self.before {
             return Ok(Some(format!("KSM's settings were {:?} and are now {now:?}", self.before)));
