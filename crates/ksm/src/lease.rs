@@ -293,7 +293,7 @@ fn running_pagefold(proc_root: &Path) -> Result<Option<i32>, TakeError> {
 fn may_drive_ksm(proc_root: &Path, pid: i32) -> bool {
     let read = Process::open_at(proc_root, pid).and_then(|process| process.read_file("cmdline"));
     let Ok(line) = read else { return false };
-    matches!(line.split(|&byte| byte == 0).nth(1), Some(b"run" | b"unmerge" | b"demo"))
+    matches!(line.split(|&byte| byte == 0).nth(1), Some(b"run" | b"unmerge" | b"exclude" | b"demo"))
 }
 
 /// Finds out whether another program drives KSM.

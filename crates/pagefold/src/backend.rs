@@ -94,12 +94,13 @@ pub struct Ending {
 /// delays us by a moment only.
 fn keep(host: &LiveHost) {
     let kept_out = host.kept_out().clone();
-    if host.is_dry_run() || kept_out.entries().is_empty() {
+    if host.is_dry_run() || kept_out.entries().is_empty() && !kept_out::exists() {
         return;
     }
     // Dropping it waits.
     let _ = Background::start("kept out", move |_: Receiver<()>| {
-        if let Err(why) = kept_out::write(&kept_out) {
+        let written = kept_out::turn().and_then(|_turn| kept_out::write(&kept_out));
+        if let Err(why) = written {
             complain!("the list of excluded processes is not up to date: {why}");
         }
     });

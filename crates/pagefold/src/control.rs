@@ -21,7 +21,7 @@ use queue::RequestSender;
 use serde::Serialize;
 use server::Server;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use tracing::debug;
 
 /// Serves the socket. If that fails, the run goes on without a socket. A dry run doesn't replace another run's socket.
@@ -45,9 +45,10 @@ fn answer(requests: &RequestSender, request: Request, uid: u32) -> Result<String
 }
 
 fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
+    let changes_list = request != Request::Reload;
     let ordered = requests.order(request, uid);
     // A request that failed may have changed the list, too: it may only have taken too long.
-    let not_kept = keep(requests).err();
+    let not_kept = if changes_list { keep(requests).err() } else { None };
     let mut answer = ordered?;
     match &mut answer {
         Answer::Unmerged(summary) => summary.not_kept = not_kept,
@@ -59,9 +60,7 @@ fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String,
 
 /// Keeps the list of processes that are kept out for the next run.
 fn keep(requests: &RequestSender) -> Result<(), String> {
-    /// One thread at a time writes the list, so that an older list never replaces a newer one.
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = kept_out::turn()?;
     let facts = requests.send(Request::Status)?;
     if facts.run.dry_run || facts.xen.is_some() { Ok(()) } else { kept_out::write(&facts.kept_out) }
 }

@@ -12,6 +12,7 @@ use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::room::RoomReports;
 use crate::commands::run::summary::{self, Summary};
 use crate::config::args::RunArgs;
+use crate::config::scope::ScopeArgs;
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::orders::{self, Answer, Orders};
@@ -171,7 +172,9 @@ impl<'a, B: Backend> Daemon<'a, B> {
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
-            if self.backend.has_ended(&self.active.settings.scope) {
+            // A file's scope may have others later.
+            let is_fixed = self.active.args.scope != ScopeArgs::default();
+            if is_fixed && self.backend.has_ended(&self.active.settings.scope) {
                 self.progress.say_on_terminal(&format!("every {} in scope has ended", B::TARGET));
                 break;
             }

@@ -17,12 +17,18 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 const SCHEMA: &str = "pagefold.kept-out/1";
 const DIRECTORY: &str = "/var/lib/pagefold";
 const NAME: &str = "kept-out.json";
 /// The longest file that we read and write, bytes: some hundred thousand processes.
 const LENGTH_MOST: u64 = 8 << 20;
+/// How long we wait for another thread that writes the list, and how often we look.
+const TURN_LIMIT: Duration = Duration::from_secs(2);
+const TURN_PAUSE: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -45,6 +51,29 @@ struct Row {
 
 fn path() -> PathBuf {
     of_service(NAME).unwrap_or_else(|| Path::new(DIRECTORY).join(NAME))
+}
+
+/// Waits for our turn to write the list. One thread at a time fetches and writes it, so that an older list never
+/// replaces a newer one.
+///
+/// # Errors
+/// A clause: another thread has been writing for too long.
+pub fn turn() -> Result<MutexGuard<'static, ()>, String> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let end = Instant::now() + TURN_LIMIT;
+    loop {
+        match TURN.try_lock() {
+            Ok(turn) => return Ok(turn),
+            Err(TryLockError::Poisoned(turn)) => return Ok(turn.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() < end => sleep(TURN_PAUSE),
+            Err(TryLockError::WouldBlock) => return Err("the disk does not answer".to_owned()),
+        }
+    }
+}
+
+/// Whether there's a list of an earlier run.
+pub fn exists() -> bool {
+    path().exists()
 }
 
 /// The processes that are kept out.

@@ -76,7 +76,7 @@ impl KeptOut {
     ) -> Result<(), KeptOutError> {
         self.forget_ended(roots);
         let new = entries_of(spec, found, Verdict::Out { by });
-        if self.entries.len() + new.len() > ENTRIES_MOST {
+        if !self.has_room(&new) {
             return Err(KeptOutError::TooMany);
         }
         self.add(new);
@@ -105,11 +105,16 @@ impl KeptOut {
         if were_out.is_empty() && !is_undone {
             return Err(KeptOutError::NotKeptOut(spec.to_string()));
         }
-        if !is_undone && self.entries.len() + new.len() > ENTRIES_MOST {
+        if !self.has_room(&new) {
             return Err(KeptOutError::TooMany);
         }
         self.add(new);
         Ok(were_out)
+    }
+
+    fn has_room(&self, new: &[Entry]) -> bool {
+        let is_left = |entry: &&Entry| !new.iter().any(|new| entry.is_superseded_by(new));
+        self.entries.iter().filter(is_left).count() + new.len() <= ENTRIES_MOST
     }
 
     fn add(&mut self, new: Vec<Entry>) {

@@ -2,7 +2,7 @@
 //! comes of it.
 
 use super::status::Status;
-use crate::config::enabled::{EnabledFile, create_main};
+use crate::config::enabled::EnabledFile;
 use crate::config::flags::NameFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::explain;
@@ -107,6 +107,7 @@ impl Outcome {
 pub fn enable(args: &EnableArgs) -> Result<u8> {
     preflight::need_root("changing the configuration")?;
     let spec = args.spec()?;
+    preflight::ksm()?;
     preflight::see_cgroups();
     let found = match resolve(&spec, &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) => {
@@ -116,8 +117,7 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
         found => found.map_err(|error| explain(&error))?,
     };
     let pids: Vec<i32> = found.iter().map(|info| info.pid()).collect();
-    create_main(&args.config)?;
-    let mut file = EnabledFile::open(&args.config)?;
+    let mut file = EnabledFile::open(&args.config, true)?;
     let mut list = file.list.clone();
     for selector in &spec.0 {
         if !list.contains(selector) {
@@ -140,8 +140,10 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     preflight::need_root("changing the configuration")?;
     let spec = args.spec()?;
     preflight::see_cgroups();
-    let mut file = EnabledFile::open(&args.config)?;
+    let mut file = EnabledFile::open(&args.config, false)?;
     if let Some(absent) = spec.0.iter().find(|selector| !file.list.contains(selector)) {
+        // An earlier call may have been interrupted before the daemon read the file.
+        let _ = ask::<Reloaded>(&Request::Reload);
         let line = format!(
             "{absent} is not enabled in {}; pagefold config show lists what is in scope, and which file says so",
             shown(&file.path)
@@ -180,9 +182,17 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 /// refuses, the file is as before.
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<String>> {
     let former = file.list.clone();
-    file.set(list)?;
+    let scope = file.set(list)?;
     let refusal = match ask::<Reloaded>(&Request::Reload) {
-        Ok(reloaded) if reloaded.file == args.config => return Ok(Some(reloaded.scope)),
+        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope => return Ok(Some(scope)),
+        Ok(other) if other.file == args.config => {
+            let line = format!(
+                "the running pagefold has another scope ({}): it was started with one, or sees other files; nothing is \
+                 changed",
+                other.scope
+            );
+            Exit::new(exit::FAILURE, line).into()
+        }
         Ok(other) => {
             let line = format!("the running pagefold reads {0}; add --config {0}", shown(&other.file));
             Exit::new(exit::FAILURE, line).into()
@@ -191,16 +201,23 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
         Err(error) => error,
     };
     file.set(former)?;
+    // It may have read the file, and only answered too late.
+    let _ = ask::<Reloaded>(&Request::Reload);
     Err(refusal)
 }
 
 /// Starts the service, now and at each boot.
 fn start(systemctl: &Path) -> Result<(), Exit> {
-    let mut command = Command::new(systemctl);
-    command.args(["--no-ask-password", "--quiet", "enable", "--now", SERVICE]);
-    let ran = command.env_clear().stdin(Stdio::null()).output();
-    let why = match ran {
-        Ok(output) if output.status.success() => return Ok(()),
+    let run = |args: &[&str]| {
+        let mut command = Command::new(systemctl);
+        command.args(["--no-ask-password", "--quiet"]).args(args).arg(SERVICE);
+        command.env_clear().stdin(Stdio::null()).output()
+    };
+    // If a condition of the unit isn't met, it isn't started, and that's no failure.
+    let is_active = || run(&["is-active"]).is_ok_and(|output| output.status.success());
+    let why = match run(&["enable", "--now"]) {
+        Ok(output) if output.status.success() && is_active() => return Ok(()),
+        Ok(output) if output.status.success() => "a condition of the unit is not met".to_owned(),
         Ok(output) => String::from_utf8_lossy(&output.stderr).split_whitespace().collect::<Vec<_>>().join(" "),
         Err(error) => error.to_string(),
     };
@@ -236,7 +253,7 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
 /// Waits until the daemon has unmerged these processes, except for those that are still in scope.
 fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     let began = Instant::now();
-    loop {
+    while !pids.is_empty() {
         let outcome = outcome(pids, began)?;
         let is_judged = outcome.is_left_alone() || began.elapsed() > LEFT_ALONE;
         if is_judged && outcome.to_unmark == 0 || began.elapsed() > UNMERGING_LIMIT {
@@ -244,6 +261,7 @@ fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
         }
         std::thread::sleep(INTERVAL);
     }
+    Ok(Outcome::default())
 }
 
 /// Asks the daemon. One that has just been started may not answer yet.
@@ -294,7 +312,10 @@ fn describe_disabled(spec: &ScopeSpec, daemon: &DaemonState, outcome: Option<&Ou
                 let late = style::count(outcome.to_unmark, "process", "processes");
                 text.line(format!("Not done yet in {late}: pagefold keeps trying (see pagefold status)."));
             }
-            if kept > 0 {
+            if kept > 0 && scope.is_empty() {
+                let kept = style::count(kept, "process", "processes");
+                text.line(format!("Not done yet in {kept}: see pagefold status."));
+            } else if kept > 0 {
                 let kept = style::count(kept, "process is", "processes are");
                 text.line(format!("{kept} still in scope by other selectors: {scope}"));
             }
@@ -350,8 +371,11 @@ mod tests {
             fs::write(&systemctl, format!("#!/bin/sh\n{text}\n")).unwrap();
             fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
         };
-        script("[ \"$*\" = \"--no-ask-password --quiet enable --now pagefold.service\" ]");
+        let enabled = "[ \"$*\" = \"--no-ask-password --quiet enable --now pagefold.service\" ]";
+        script(&format!("{enabled} || [ \"$3\" = is-active ]"));
         start(&systemctl).unwrap();
+        script(enabled);
+        assert!(start(&systemctl).unwrap_err().line.contains("a condition of the unit is not met"));
         script("echo Failed:\necho no unit >&2; exit 5");
         let refused = start(&systemctl).unwrap_err();
         assert!(refused.line.contains("does not start: no unit; see"), "{refused}");

@@ -49,7 +49,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let learned = place::of_run(settings.learned.as_deref(), "learned.json", args.dry_run, LearnedFile::open)?;
-    let kept_out = kept_out::read()?;
+    kept_out::read()?;
     let fleet = settings.fleet.open()?;
     let outputs = start.open(args, settings.clone())?;
     let on_hangup = outputs.active.on_hangup().unwrap_or_else(|| outputs.signals.stop.clone());
@@ -59,6 +59,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let left_alone = check_scope(args, &settings, device.is_some())?;
 
     let mode = take(injector, &ksm, &initial_knobs(&settings, device.is_some()))?;
+    // Commands that change the list without us hold the lock that we've just taken.
+    let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..settings.config.clone() };
     if config.reserve.take_back && mechanism == Mechanism::Request {

@@ -12,7 +12,7 @@ use pagefold_ksm::lease::KsmPaths;
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_text::exit::{self, Exit};
 use std::fs::{self, File, Permissions};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -35,11 +35,12 @@ pub struct EnabledFile {
 }
 
 impl EnabledFile {
-    /// Reads the file, which need not exist. Nobody else changes it meanwhile.
+    /// Reads the file, which need not exist. Nobody else changes it meanwhile. With `create`, there's a configuration
+    /// file afterwards, so that its drop-ins are read.
     ///
     /// # Errors
     /// A configuration file is invalid, or not safely owned.
-    pub fn open(main: &Path) -> Result<Self, Exit> {
+    pub fn open(main: &Path, create: bool) -> Result<Self, Exit> {
         let lock = KsmPaths::default().lock.with_file_name("enable.lock");
         let lock = Lock::take_within(&lock, LOCK_LIMIT).map_err(|error| match error {
             LockError::Held { .. } => {
@@ -47,6 +48,9 @@ impl EnabledFile {
             }
             error => Exit::new(exit::FAILURE, format!("{error}; check /run/pagefold")),
         })?;
+        if create {
+            create_main(main).map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(main))))?;
+        }
         Ok(Self { _lock: Some(lock), ..Self::read(main)? })
     }
 
@@ -65,19 +69,20 @@ impl EnabledFile {
         Ok(Self { main: main.to_owned(), path, list, others, _lock: None })
     }
 
-    /// Replaces the list. Changes nothing if the configuration would be invalid.
+    /// Replaces the list, and returns the scope of all files as flags. Changes nothing if the configuration would be
+    /// invalid.
     ///
     /// # Errors
     /// The configuration would be invalid, or we can't write the file.
-    pub fn set(&mut self, list: Vec<Selector>) -> Result<(), Exit> {
-        self.check(&list)?;
+    pub fn set(&mut self, list: Vec<Selector>) -> Result<String, Exit> {
+        let scope = self.check(&list)?;
         let written = if list.is_empty() { self.remove() } else { self.write(&list) };
         written.map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(&self.path))))?;
         self.list = list;
-        Ok(())
+        Ok(scope)
     }
 
-    fn check(&self, list: &[Selector]) -> Result<(), Exit> {
+    fn check(&self, list: &[Selector]) -> Result<String, Exit> {
         if list.len() > MOST {
             let line =
                 format!("more than {MOST} selectors would be enabled; name a cgroup or a slice that contains them");
@@ -89,7 +94,8 @@ impl EnabledFile {
             return Err(Exit::new(exit::USAGE, line));
         }
         options.enabled = Some(list.to_vec());
-        Settings::of_options(&RunArgs::default(), Some(&self.main), options).map(drop)
+        let settings = Settings::of_options(&RunArgs::default(), Some(&self.main), options)?;
+        Ok(settings.scope.to_string())
     }
 
     fn write(&self, list: &[Selector]) -> Result<(), String> {
@@ -110,14 +116,21 @@ impl EnabledFile {
     }
 }
 
-/// Creates the configuration file if there's none, so that its drop-ins are read.
-pub fn create_main(path: &Path) -> Result<(), Exit> {
-    if path.exists() {
+/// Creates the configuration file if there's none. Never replaces one, nor a link whose file isn't there now.
+fn create_main(path: &Path) -> Result<(), String> {
+    if !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(());
     }
-    let created = path.parent().map_or(Ok(()), create_directory);
-    let created = created.and_then(|()| replace(path, "# See pagefold.toml(5).\n"));
-    created.map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(path))))
+    if let Some(directory) = path.parent() {
+        create_directory(directory)?;
+    }
+    let place = Place::of(path)?;
+    let fill = |mut file: File| {
+        file.set_permissions(Permissions::from_mode(0o644))?;
+        file.write_all(b"# See pagefold.toml(5).\n")
+    };
+    let created = File::create_new(&place.path).and_then(fill);
+    created.map_err(|error| format!("cannot be created: {error}; run as root"))
 }
 
 fn replace(path: &Path, text: &str) -> Result<(), String> {
