@@ -29,6 +29,10 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["scan", "--pid=my server"], "scan '--exe=my server'"),
     (&["explain", "redis-server"], "explain $(pidof -s redis-server)"),
     (&["top", "--since", "6"], "top --since 6h"),
+    // the opposite is near
+    (&["unexclude", "redis-server"], "include redis-server"),
+    (&["unpause"], "resume"),
+    (&["run", "redis-server", "--disallow", "vault"], "run redis-server --deny vault"),
     // incomplete
     (&["explain"], "explain 4711"),
     (&["exec"], "exec -- ./worker"),
@@ -76,6 +80,10 @@ fn what_nobody_can_guess_is_answered_with_the_help_of_the_command() {
         (&["run", "--frobnicate"], "pagefold run --help"),
         (&["config", "check", "--frobnicate"], "pagefold config check --help"),
         (&["explain", "-1"], "pagefold explain --help"),
+        (&["run", "--exe", "redis-server", "--except", "vault"], "pagefold run --help"),
+        (&["unmerge", "--dockr", "a", "--dockr", "b", "--dockr", "c"], "pagefold unmerge --help"),
+        (&["run", "--deny", "vault", "redis-server"], "pagefold run --help"),
+        (&["run", "redis-server", "--all"], "pagefold run --help"),
     ] {
         assert_fails(wrong, 2, &format!("; see {help}\n"));
     }

@@ -8,16 +8,20 @@ use clap::{Command, Error, Parser};
 
 /// How many words of a command line we replace.
 const MENDS_MOST: usize = 4;
+/// How many command lines we try with each word.
+const LINES_MOST: usize = 16;
+/// We never guess these: they widen what may be merged.
+const NEVER_GUESSED: [&str; 4] = ["--all", "--allow", "--override-opt-out", "include"];
 
 /// Flags and commands that people expect, with ours.
 const SYNONYMS: &[(&str, &str)] = &[
     ("--comm", "--exe"),
     ("--docker", "--container"),
     ("--duration", "--for"),
+    ("--disallow", "--deny"),
     ("--exclude", "--deny"),
     ("--guest", "--vm"),
     ("--name", "--exe"),
-    ("--process", "--exe"),
     ("--program", "--exe"),
     ("--service", "--unit"),
     ("--time", "--for"),
@@ -29,6 +33,7 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("-u", "--user"),
     ("analyze", "scan"),
     ("check", "doctor"),
+    ("continue", "resume"),
     ("list", "scan"),
     ("merge", "run"),
     ("monitor", "top"),
@@ -36,6 +41,8 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("start", "run"),
     ("stop", "pause"),
     ("undo", "unmerge"),
+    ("unexclude", "include"),
+    ("unpause", "resume"),
     ("version", "--version"),
     ("watch", "top"),
 ];
@@ -83,6 +90,7 @@ fn mended<Cli: Parser>(error: &Error, words: &[String]) -> Option<String> {
                 _ => return Some(shown::<Cli>(&words)),
             }
         }
+        next.truncate(LINES_MOST);
         lines = next;
     }
     None
@@ -114,11 +122,10 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
             for word in words.iter().filter(|word| word.starts_with(wrong) && is_long_with_one_dash(word)) {
                 guesses.extend(replaced(words, word, &format!("-{word}")));
             }
-            for right in context(error, ContextKind::SuggestedArg) {
-                guesses.extend(replaced(words, wrong, &right));
-            }
+            let mut near = context(error, ContextKind::SuggestedArg);
             // clap lists the nearest last.
-            for right in context(error, ContextKind::SuggestedSubcommand).iter().rev() {
+            near.extend(context(error, ContextKind::SuggestedSubcommand).into_iter().rev());
+            for right in near.iter().filter(|right| is_misspelt(wrong, right)) {
                 guesses.extend(replaced(words, wrong, right));
             }
             // A flag without a command belongs to the first command that has it.
@@ -154,18 +161,27 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
     guesses
 }
 
-/// The command lines with one occurrence of this word replaced, which may have a value after an equals sign.
+/// Whether one word is likely the other one with a typing error, not one with another meaning: they begin alike and
+/// are about as long.
+fn is_misspelt(wrong: &str, right: &str) -> bool {
+    let begins = |word: &str| word.trim_start_matches('-').to_lowercase().chars().take(2).collect::<String>();
+    begins(wrong) == begins(right) && wrong.len().abs_diff(right.len()) <= 2 && !NEVER_GUESSED.contains(&right)
+}
+
+/// The command lines with the first occurrence of this word replaced, and with all. The word may have a value after an
+/// equals sign.
 fn replaced(words: &[String], from: &str, to: &str) -> Vec<Vec<String>> {
-    let mut lines = Vec::new();
+    let mut first: Option<Vec<String>> = None;
+    let mut all = words.to_vec();
     for (at, word) in words.iter().enumerate().skip(1) {
         let rest = word.strip_prefix(from).filter(|rest| rest.is_empty() || rest.starts_with('='));
         if let Some(rest) = rest {
-            let mut line = words.to_vec();
-            line[at] = format!("{to}{rest}");
-            lines.push(line);
+            all[at] = format!("{to}{rest}");
+            first.get_or_insert_with(|| all.clone());
         }
     }
-    lines
+    let Some(first) = first else { return Vec::new() };
+    if first == all { vec![all] } else { vec![first, all] }
 }
 
 /// Whether it's a flag like "-exe".
@@ -247,6 +263,8 @@ mod tests {
             ("tool scan --pid 1.5", "see tool scan --help"),
             ("tool scan --frobnicate", "see tool scan --help"),
             ("tool frobnicate", "see tool --help"),
+            ("tool inscan --exe a", "see tool --help"),
+            ("tool scan --exe a --docker b --docker c", "see tool scan --help"),
             ("tool run", "try tool run --config a.toml x"),
             ("tool run x --config", "try tool run --config a.toml x"),
         ] {

@@ -1,5 +1,6 @@
 //! A process, as we read it once for a check. Selectors, rules and exclusions judge it by this.
 
+use super::deny_list::DenyList;
 use super::exe::{Distrust, Exe, Matching};
 use super::opt_out::OptOut;
 use super::workload::{Workload, workload_of_cgroups};
@@ -8,7 +9,7 @@ use pagefold_procmem::image::is_32_bit;
 use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::process::{Process, ReadError, Stat};
 use pagefold_procmem::status::{Status, program_name};
-use pagefold_text::escape::printable;
+use pagefold_text::escape::{printable, shell_word};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -127,6 +128,15 @@ impl ProcessInfo {
     /// The name of its program.
     pub fn program(&self) -> Vec<u8> {
         program_name(self.exe.as_deref(), &self.stat.comm)
+    }
+
+    /// The option that lets its program in although it isn't dumpable, if there's a safe one: root alone can have given
+    /// it this name, and the name stands for no other program.
+    pub fn way_in(&self, deny: &DenyList) -> Option<String> {
+        let name = String::from_utf8(self.program()).ok()?;
+        let is_plain = name == printable(name.as_bytes()) && !name.starts_with('-') && !name.contains('*');
+        let is_denied = deny.entry_for(name.as_bytes(), |_| true).is_some();
+        (is_plain && !is_denied && self.is_trusted()).then(|| format!("--allow {}", shell_word(&name)))
     }
 
     /// Whether root alone can change its executable, and so its program's name.

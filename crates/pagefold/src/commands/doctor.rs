@@ -6,12 +6,13 @@
 mod fix;
 
 use crate::config::args::RunArgs;
-use crate::config::settings::Settings;
+use crate::config::settings::{MechanismChoice, Settings};
 use crate::output;
+use crate::preflight;
 use fix::{Fixed, fix};
 use pagefold_host::check::diagnose::{Finding, Severity, blocker, examine};
 use pagefold_host::check::facts::MachinePaths;
-use pagefold_text::exit;
+use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Lines};
 use serde_json::{Value, json};
 use std::cmp::Reverse;
@@ -38,7 +39,16 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
     let mut findings = examine(&roots);
     let mut code = code(&findings);
-    if let Err(exit) = Settings::of(&RunArgs::default()) {
+    let settings = Settings::of(&RunArgs::default());
+    if let Ok(settings) = &settings
+        && code == exit::OK
+        && let Err(exit) = demanded_device(settings)
+    {
+        let (what, todo) = exit.line.rsplit_once("; ").unwrap_or((&exit.line, "see pagefold config show"));
+        findings.push(blocker(what, "the configuration demands merging on request", todo).called("request"));
+        code = exit.code;
+    }
+    if let Err(exit) = settings {
         let (what, todo) = exit.line.rsplit_once("; ").unwrap_or((&exit.line, "see pagefold config check"));
         findings.push(blocker(what, "pagefold does not start with such a configuration", todo).called("config"));
         // `run` reads it before anything else.
@@ -48,6 +58,14 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     doctor.print(args.json, fixed.as_ref())?;
     let unfinished = fixed.is_some_and(|fixed| fixed.is_unfinished());
     Ok(if unfinished { exit::FAILURE } else { code })
+}
+
+/// Opens the device for merging on request, if the configuration demands it.
+fn demanded_device(settings: &Settings) -> Result<(), Exit> {
+    if settings.mechanism == MechanismChoice::Request {
+        preflight::request_device(settings.mechanism, settings.placement.default, &*preflight::ksm()?)?;
+    }
+    Ok(())
 }
 
 /// The blockers in the order in which `pagefold run` meets them, with its exit codes.
@@ -66,7 +84,8 @@ const CODES: [(&str, u8); 9] = [
 /// The exit code with which `pagefold run` would end.
 fn code(findings: &[Finding]) -> u8 {
     let blocks = |id| findings.iter().any(|finding| finding.id == id && finding.severity == Severity::Blocker);
-    CODES.iter().find(|(id, _)| blocks(*id)).map_or(exit::OK, |(_, code)| *code)
+    let otherwise = if worst(findings) == Severity::Blocker { exit::FAILURE } else { exit::OK };
+    CODES.iter().find(|(id, _)| blocks(*id)).map_or(otherwise, |(_, code)| *code)
 }
 
 /// Findings to show.
@@ -169,7 +188,11 @@ impl Doctor<'_> {
         }
         let counts = if problems.is_empty() { "no problems".to_owned() } else { problems.join(", ") };
         let Self { program, code, .. } = self;
+        let mut blockers = self.findings.iter().filter(|finding| finding.severity == Severity::Blocker);
         match worst(self.findings) {
+            Severity::Blocker if blockers.all(|finding| finding.id == "lock") => {
+                format!("A pagefold is running here. Another `{program} run` would end with exit code {code}.")
+            }
             Severity::Blocker => {
                 format!("`{program} run` cannot work here (exit code {code}): {counts}. `{program} scan` can.")
             }

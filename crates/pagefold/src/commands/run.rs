@@ -33,7 +33,6 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::collapse;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::privileges::{COLLAPSING, REQUESTING};
-use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
 use progress::LeftAlone;
@@ -137,7 +136,7 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
     }
     match (left_alone.first(), found.first()) {
         (Some(LeftAlone { pid, name, reason }), Some(scoped)) if left_alone.len() == found.len() && !waits => {
-            let way_in = way_in(reason, &printable(&scoped.program()));
+            let way_in = way_in(reason, scoped, &settings.deny);
             let line = format!("process {pid} ({name}) is left alone: {reason}{way_in}; nothing else is in scope");
             Err(Exit::new(exit::REFUSED, line))
         }

@@ -89,11 +89,12 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let all = scoped.len() as f64;
     let mut done = 0.0;
     let with_maps = args.html.is_some();
-    let survey = Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, with_maps, || {
+    let deny = args.deny.apply(DenyList::default());
+    let survey = Survey::of(scoped, &deny, &mut reader, with_maps, || {
         done += 1.0;
         progress.show("reading page tables", Some(done / all));
     })?;
-    refuse_if_nothing_is_left(&survey)?;
+    refuse_if_nothing_is_left(&survey, &deny)?;
 
     let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
     let mut memory = ProcessMemory { survey, reader };
@@ -136,7 +137,7 @@ fn reader() -> Result<PageReader, Exit> {
     })
 }
 
-fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
+fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exit> {
     if survey.processes.iter().any(|process| process.refused.is_none() && !process.gone) {
         return Ok(());
     }
@@ -154,7 +155,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
         format!(
             "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
             process.scoped.name,
-            report::way_in(&reason, &printable(&process.scoped.program())),
+            report::way_in(&reason, &process.scoped, deny),
         ),
     ))
 }

@@ -3,12 +3,14 @@
 use crate::config::flags::ScopeFlags;
 use crate::config::options::Options;
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::ReadError;
+use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -20,6 +22,9 @@ pub struct ScopeArgs {
     /// The selectors that the configuration file also has.
     pub selectors: ScopeFlags,
 }
+
+/// Programs without a flag aren't accepted beside these options: a word after them may be meant as a value of theirs.
+const NOT_BESIDE: [&str; 5] = ["all", "config", "also", "except", "override-opt-outs"];
 
 /// The scope as clap reads it.
 #[derive(clap::Args)]
@@ -50,6 +55,15 @@ impl FromArgMatches for ScopeArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
         let ScopeWords { targets, pid: pids, selectors } = ScopeWords::from_arg_matches(matches)?;
         let mut scope = Self { pid: pids, selectors };
+        let is_given = |id: &&str| {
+            matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
+        };
+        if let Some(target) = targets.first()
+            && NOT_BESIDE.iter().any(|id| is_given(&id))
+        {
+            let problem = format!("'{target}' beside these options is ambiguous: name programs by --exe");
+            return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
+        }
         for target in targets {
             if target.bytes().all(|byte| byte.is_ascii_digit()) {
                 let pid = pid(&target).map_err(|problem| format!("invalid value '{target}': {problem}"));
@@ -142,7 +156,7 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
         ScopeError::NoCgroup(name) if is_unit(name) => {
-            return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
+            return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {}", shell_word(name)));
         }
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
         ScopeError::NoMatch(scope) => match scope.strip_prefix("--exe ") {

@@ -99,15 +99,15 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
         1 if killed(facts).is_some_and(|found| found.state.is_ours(Knob::Run, 1)) => {
             ok("ksmd still runs for a pagefold that was killed")
         }
-        1 if virt_handler(facts).is_some() => blocker(
-            "ksmd is running already (run is 1)",
-            "virt-handler, KubeVirt's agent on this node, may have set it",
-            "remove ksmConfiguration from the KubeVirt resource, or leave KSM to KubeVirt",
-        ),
         1 if !knobs.orphaned().is_empty() && facts.state == Fact::Absent => blocker(
             "ksmd is running already (run is 1)",
             "a pagefold whose files are not visible here drives it, or has left it running",
             "see the finding `state`",
+        ),
+        1 if virt_handler(facts).is_some() => blocker(
+            "ksmd is running already (run is 1)",
+            "virt-handler, KubeVirt's agent on this node, may have set it",
+            "remove ksmConfiguration from the KubeVirt resource, or leave KSM to KubeVirt",
         ),
         1 => blocker(
             "ksmd is running already (run is 1)",
@@ -141,8 +141,8 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
     if let Some((pid, name)) = running.iter().find(|(_, name)| name == KSMTUNED) {
         return blocker(
             format!("{name} (pid {pid}) is running"),
-            "it sets the same knobs as pagefold, by the host's free memory",
-            "systemctl disable --now ksmtuned (on Proxmox VE, too)",
+            "it sets the same knobs as pagefold, by the host's free memory, also on Proxmox VE",
+            "systemctl disable --now ksmtuned",
         );
     }
     // What a running pagefold has marked is its own.

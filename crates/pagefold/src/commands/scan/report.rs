@@ -5,8 +5,9 @@ use super::survey::{LeftOut, LeftOutByReason};
 use crate::output::placement::PlacementView;
 use pagefold_engine::sampling::census::{Cell, Figures, Findings, bytes_of};
 use pagefold_engine::units::index;
+use pagefold_host::scope::ProcessInfo;
+use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_text::escape::shell_word;
 use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -277,12 +278,12 @@ impl ScanReport {
     }
 }
 
-/// Names the option that includes programs left out for this reason, if there's one. We print it after the reason.
-pub fn way_in(reason: &str, program: &str) -> String {
+/// Names the option that includes a program left out for this reason, if there's one. We print it after the reason.
+pub fn way_in(reason: &str, process: &ProcessInfo, deny: &DenyList) -> String {
     if reason != Exclusion::NotDumpable.to_string() {
         return String::new();
     }
-    format!(" (--allow {} lets it in)", shell_word(program))
+    process.way_in(deny).map_or(String::new(), |option| format!(" ({option} lets it in)"))
 }
 
 #[cfg(test)]
