@@ -49,7 +49,7 @@ fn a_wrong_call_ends_with_its_code_and_a_line() {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
     for (name, text) in [
-        ("good.toml", "[scope]\nexes = [\"redis-server\"]\n[run]\ngovernor = \"low\"\n"),
+        ("good.toml", "[scope]\nexes = [\"sh\"]\n[run]\ngovernor = \"low\"\n"),
         ("empty.toml", ""),
         ("key.toml", "[scope]\nexe = 1\n"),
         ("value.toml", "[run]\ngovernor = \"turbo\"\n"),
