@@ -16,6 +16,9 @@ use thiserror::Error;
 
 pub const LOCK_PATH: &str = "/run/pagefold/lock";
 
+/// How often we try to take the lock. `flock` itself has no time limit.
+const RETRY_EVERY: Duration = Duration::from_millis(20);
+
 /// How long we wait for others who only look at the lock. They take microseconds, or longer while they wait for a
 /// processor.
 const LOOK_LIMIT: Duration = Duration::from_millis(50);
@@ -59,6 +62,17 @@ impl Lock {
         let _ = write_pid(&mut file);
         fault::point("lock-taken");
         Ok(Self { file: Arc::new(LockFile { file, path: path.to_owned() }) })
+    }
+
+    /// Takes the lock, waiting for at most `limit` until it is free.
+    pub fn take_within(path: &Path, limit: Duration) -> Result<Self, LockError> {
+        let end = Instant::now() + limit;
+        loop {
+            match Self::try_take(path) {
+                Err(LockError::Held { .. }) if Instant::now() < end => std::thread::sleep(RETRY_EVERY),
+                done => return done,
+            }
+        }
     }
 
     pub fn path(&self) -> &Path {
@@ -181,6 +195,22 @@ mod tests {
     }
 
     #[test]
+    fn waiting_ends_with_the_limit_or_with_the_holder() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        let lock = Lock::try_take(&path).unwrap();
+        let before = Instant::now();
+        assert!(matches!(Lock::take_within(&path, Duration::from_millis(60)), Err(LockError::Held { .. })));
+        assert!(before.elapsed() >= Duration::from_millis(60));
+        let releaser = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(lock);
+        });
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
+        releaser.join().unwrap();
+    }
+
+    #[test]
     fn a_lock_that_is_only_looked_at_can_be_taken() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("one.lock");
@@ -216,7 +246,7 @@ mod tests {
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: None })));
         child.kill().unwrap();
         child.wait().unwrap();
-        Lock::try_take(&path).unwrap();
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
     }
 
     #[test]

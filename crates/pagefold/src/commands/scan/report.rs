@@ -278,6 +278,11 @@ impl ScanReport {
     }
 }
 
+/// Names the option that may include programs left out for this reason, if there's one.
+pub fn ways_in(reason: &str) -> &'static str {
+    if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
+}
+
 /// Names the option that includes a program left out for this reason, if there's one. We print it after the reason.
 pub fn way_in(reason: &str, process: &ProcessInfo, deny: &DenyList) -> String {
     if reason != Exclusion::NotDumpable.to_string() {
