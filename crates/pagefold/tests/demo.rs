@@ -45,7 +45,9 @@ fn an_interrupted_demo_restores_everything() {
     let Some(ksm) = KsmAtRest::take() else { return };
     // ksmd merges those that mark themselves, too.
     let mut bystanders = [Holder::with(2_048, 5), Holder::with(2_048, 5)];
-    bystanders.iter_mut().for_each(|holder| holder.mark(0, 2_048));
+    for holder in &mut bystanders {
+        holder.mark(0, 2_048);
+    }
     // At about these times it scans, merges, unmerges, and lets KSM work alone.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);

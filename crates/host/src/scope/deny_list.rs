@@ -154,10 +154,12 @@ impl DenyList {
     }
 
     fn deciding(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&Entry> {
-        self.entries.iter().find(|entry| match entry.matches(name) {
-            true => entry.denied || is_trusted(name),
+        self.entries.iter().find(|entry| {
+            if entry.matches(name) {
+                return entry.denied || is_trusted(name);
+            }
             // python3 is a link to python3.11.
-            false => !entry.denied && is_trusted(entry.name.as_bytes()),
+            !entry.denied && is_trusted(entry.name.as_bytes())
         })
     }
 }

@@ -122,7 +122,7 @@ impl ProcessInfo {
             return self.is_trusted();
         }
         let Some(exe) = &self.exe else { return false };
-        str::from_utf8(name).is_ok_and(|name| exe.matches(name, &self.stat.comm) == Matching::Yes)
+        std::str::from_utf8(name).is_ok_and(|name| exe.matches(name, &self.stat.comm) == Matching::Yes)
     }
 
     /// The name of its program.

@@ -11,7 +11,7 @@ use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
 use crate::preflight;
 use anyhow::Result;
-use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_including};
+use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_including};
 use pagefold_procmem::Roots;
 use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
@@ -116,7 +116,7 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
         }
         found => found.map_err(|error| explain(&error))?,
     };
-    let pids: Vec<i32> = found.iter().map(|info| info.pid()).collect();
+    let pids: Vec<i32> = found.iter().map(ProcessInfo::pid).collect();
     let mut file = EnabledFile::open(&args.config, true)?;
     let mut list = file.list.clone();
     for selector in &spec.0 {
@@ -151,7 +151,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
         return Err(Exit::new(exit::NO_SCOPE, line).into());
     }
     let found = resolve_for_including(&spec, &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))?;
-    let pids: Vec<i32> = found.iter().map(|info| info.pid()).collect();
+    let pids: Vec<i32> = found.iter().map(ProcessInfo::pid).collect();
     let mut list = file.list.clone();
     list.retain(|selector| !spec.0.contains(selector));
     let daemon = match reload(args, &mut file, list)? {

@@ -42,9 +42,11 @@ pub struct ExplainArgs {
 
 /// Parses the pid. Tells somebody who gives a name how to find it.
 fn pid_to_explain(text: &str) -> Result<i32, String> {
-    scope::pid(text).map_err(|problem| match text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') {
-        true => problem,
-        false => format!("{problem}; try pagefold explain $(pidof -s {})", shell_word(text)),
+    scope::pid(text).map_err(|problem| {
+        if text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') {
+            return problem;
+        }
+        format!("{problem}; try pagefold explain $(pidof -s {})", shell_word(text))
     })
 }
 

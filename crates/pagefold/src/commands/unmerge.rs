@@ -296,7 +296,7 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
         match &summary.not_kept {
             None => text.line(format!("Kept out until pagefold include {kept_out}.")),
             Some(why) => {
-                text.line(format!("Kept out until pagefold include {kept_out}, but not after a restart: {why}."))
+                text.line(format!("Kept out until pagefold include {kept_out}, but not after a restart: {why}."));
             }
         }
     }

@@ -59,7 +59,7 @@ impl FromArgMatches for ScopeArgs {
             matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
         };
         if let Some(target) = targets.first()
-            && NOT_BESIDE.iter().any(|id| is_given(&id))
+            && NOT_BESIDE.iter().any(is_given)
         {
             let problem = format!("'{target}' beside these options is ambiguous: name programs by --exe");
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
