@@ -98,7 +98,7 @@ pmd_t *mm_find_pmd(struct mm_struct *mm, unsigned long address);
 
 /* The kernel's functions that are not exported, called as K(name)(arguments) */
 #define FUNCTIONS(F) \
-	F(ksm_get_folio) F(remove_rmap_item_from_tree) F(stable_tree_append) F(__ksm_enter) F(do_madvise) F(mm_find_pmd) \
+	F(ksm_get_folio) F(remove_rmap_item_from_tree) F(stable_tree_append) F(__ksm_enter) F(mm_find_pmd) \
 	F(folio_walk_start) F(vm_normal_page) F(pte_offset_map_nolock) F(folio_add_anon_rmap_ptes) F(folio_remove_rmap_ptes) \
 	F(flush_tlb_mm_range) NOTIFIER_FUNCTIONS(F) \
 	F(split_huge_page_to_list_to_order) F(folio_free_swap) F(lru_add_drain_all) F(mm_access) F(pidfd_get_task)
@@ -107,7 +107,7 @@ pmd_t *mm_find_pmd(struct mm_struct *mm, unsigned long address);
 #define VARIABLES(V) \
 	V(struct mutex, ksm_thread_mutex) V(spinlock_t, ksm_mmlist_lock) V(struct ksm_scan, ksm_scan) \
 	V(struct ksm_mm_slot, ksm_mm_head) V(struct list_head, migrate_nodes) V(struct kmem_cache *, rmap_item_cache) \
-	V(struct kmem_cache *, stable_node_cache) V(unsigned long, ksm_rmap_items) V(unsigned long, ksm_run) \
+	V(struct kmem_cache *, stable_node_cache) V(unsigned long, ksm_rmap_items) V(unsigned long, ksm_run) V(unsigned long, ksm_pages_shared) \
 	V(unsigned int, ksm_merge_across_nodes) V(int, ksm_max_page_sharing) V(atomic_long_t, ksm_zero_pages)
 
 /* Static functions have no ENDBR: a call through a pointer would trap. Those of static_call() are direct. */

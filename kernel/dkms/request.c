@@ -12,7 +12,9 @@
  * processes, the locks of the folios (only tried), and the page table locks.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+#include <linux/ctype.h>
 #include <linux/dax.h>
+#include <linux/delay.h>
 #include <linux/fs.h>
 #include <linux/hashtable.h>
 #include <linux/hugetlb.h>
@@ -27,7 +29,6 @@
 #include <linux/ptrace.h>
 #include <linux/rmap.h>
 #include <linux/sched/mm.h>
-#include <linux/sort.h>
 #include <linux/swap.h>
 #include <linux/tracepoint.h>
 #include <linux/uaccess.h>
@@ -47,6 +48,10 @@ VARIABLES(DEFINE_VARIABLE)
 static unsigned long pages_merged;
 module_param(pages_merged, ulong, 0444);
 MODULE_PARM_DESC(pages_merged, "how many pages have been merged by this module");
+
+/* mm_slots_hash, which khugepaged has, too: found by the self-test */
+#define SLOTS_HASH_BITS		10
+static struct hlist_head *slots_hash;
 
 /* Inline functions of the kernel's headers call what is not exported. These are the same, without tracing. */
 static void notifier_start(struct mmu_notifier_range *range)
@@ -73,7 +78,7 @@ static void flush_range(struct vm_area_struct *vma, unsigned long start, unsigne
 }
 
 /* folio_walk_end() for mappings without huge TLB pages */
-static void walk_end(struct folio_walk *fw)
+static void folio_walk_done(struct folio_walk *fw)
 {
 	spin_unlock(fw->ptl);
 	if (fw->level == FW_LEVEL_PTE)
@@ -120,7 +125,6 @@ static void drop_rmap_item(struct ksm_rmap_item *item)
 struct merge_side {
 	int pidfd;
 	struct mm_struct *mm;
-	struct ksm_mm_slot *slot;	/* while ksm_thread_mutex is held */
 	unsigned long addr;
 	struct vm_area_struct *vma;
 	pmd_t *pmd, pmdval;
@@ -134,10 +138,9 @@ struct merge_side {
 		bool cleared;
 		bool locked;
 	} page[MERGE_BATCH];
-	/* New rmap_items of this mm, to be put into its list */
-	struct ksm_rmap_item *new[MERGE_CHUNK];
-	unsigned int nr_new;
-	bool unsorted;
+	/* New rmap_items, sorted, and for those that came out of order, lists of this mm's: see end_run() */
+	struct ksm_rmap_item *first, *last;
+	struct ksm_rmap_item *runs[20];
 };
 
 struct merge_ctx {
@@ -146,7 +149,6 @@ struct merge_ctx {
 	bool drained, want_drain;
 	bool locked;		/* ksm_thread_mutex is held */
 	unsigned int held;	/* pages tried since it is */
-	unsigned int seq;
 	unsigned int nr_items, nr_nodes;
 	struct ksm_rmap_item *items[2 * MERGE_BATCH];
 	struct ksm_stable_node *nodes[MERGE_BATCH];
@@ -215,6 +217,14 @@ static bool merge_refill(struct merge_ctx *ctx, unsigned int n)
 			return false;
 	}
 	return true;
+}
+
+static void merge_free_spare(struct merge_ctx *ctx)
+{
+	while (ctx->nr_items)
+		kmem_cache_free(*k_rmap_item_cache, ctx->items[--ctx->nr_items]);
+	while (ctx->nr_nodes)
+		kmem_cache_free(*k_stable_node_cache, ctx->nodes[--ctx->nr_nodes]);
 }
 
 /* mmap_locks of different processes have no order: never wait with one held */
@@ -310,48 +320,60 @@ static bool merge_lock_tables(struct merge_side *a, struct merge_side *b)
 	return false;
 }
 
-/* It cannot be freed while ksm_thread_mutex and mm_users are held */
-static struct ksm_mm_slot *merge_find_slot(struct mm_struct *mm)
+static int merge_lock(struct merge_ctx *ctx)
 {
-	struct ksm_mm_slot *found = NULL;
-	struct mm_slot *slot;
-
-	spin_lock(k_ksm_mmlist_lock);
-	list_for_each_entry(slot, &k_ksm_mm_head->slot.mm_node, mm_node) {
-		if (slot->mm == mm) {
-			found = container_of(slot, struct ksm_mm_slot, slot);
-			break;
-		}
+	if (ctx->locked)
+		return 0;
+	if (mutex_lock_interruptible(k_ksm_thread_mutex))
+		return -EINTR;
+	while (*k_ksm_run & KSM_RUN_OFFLINE) {
+		mutex_unlock(k_ksm_thread_mutex);
+		if (wait_on_bit(k_ksm_run, ilog2(KSM_RUN_OFFLINE), TASK_INTERRUPTIBLE) ||
+		    mutex_lock_interruptible(k_ksm_thread_mutex))
+			return -EINTR;
 	}
-	spin_unlock(k_ksm_mmlist_lock);
-	return found;
+	if ((*k_ksm_run & KSM_RUN_UNMERGE) || !*k_ksm_merge_across_nodes) {
+		mutex_unlock(k_ksm_thread_mutex);
+		return -EBUSY;
+	}
+	ctx->locked = true;
+	ctx->held = 0;
+	return 0;
 }
 
-/* Mark the VMA of a side, unless it is marked. Returns 1 if locks were dropped. */
+static void merge_unlock(struct merge_ctx *ctx)
+{
+	if (ctx->locked)
+		mutex_unlock(k_ksm_thread_mutex);
+	ctx->locked = false;
+}
+
+/*
+ * Mark the VMA of a side, unless it is marked. Returns 1 if locks were dropped: it may be another one by now.
+ */
 static int merge_mark(struct merge_ctx *ctx, struct merge_side *side)
 {
 	struct mm_struct *mm = side->mm;
-	unsigned long start = side->vma->vm_start, end = side->vma->vm_end;
-	int err;
+	struct vm_area_struct *vma;
+	int err = 0;
 
-	if (!side->slot)
-		side->slot = merge_find_slot(mm);
-	if (side->slot && (side->vma->vm_flags & VM_MERGEABLE))
+	if ((side->vma->vm_flags & VM_MERGEABLE) && test_bit(MMF_VM_MERGEABLE, &mm->flags))
 		return 0;
 
 	merge_unlock_mms(ctx->flags & KSM_MERGE_ZERO ? mm : ctx->keep.mm,
 			 ctx->take.mm);
-	err = K(do_madvise)(mm, start, end - start, MADV_MERGEABLE);
+	/* Others need not wait for the mmap_lock */
+	merge_unlock(ctx);
+	if (mmap_write_lock_killable(mm))
+		return -EINTR;
+	vma = vma_lookup(mm, side->addr);
 	/* Rarely, fork or ksmd have left a marked VMA in an mm without slot */
-	if (!err && !test_bit(MMF_VM_MERGEABLE, &mm->flags)) {
-		if (mmap_write_lock_killable(mm))
-			return -EINTR;
-		if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
-			err = K(__ksm_enter)(mm);
-		mmap_write_unlock(mm);
-	}
-	/* -ENOMEM may mean that a part has been unmapped meanwhile: look again */
-	return err == -EINTR ? err : 1;
+	if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
+		err = K(__ksm_enter)(mm);
+	if (!err && vma && vma_ksm_compatible(vma))
+		vm_flags_set(vma, VM_MERGEABLE);
+	mmap_write_unlock(mm);
+	return err ?: merge_lock(ctx) ?: 1;
 }
 
 /* The folio at a pte, or why there is none */
@@ -596,7 +618,7 @@ static struct page *merge_get_page(struct merge_side *side)
 		page = fw.page;
 		get_page(page);
 	}
-	walk_end(&fw);
+	folio_walk_done(&fw);
 	return page;
 }
 
@@ -666,9 +688,67 @@ static void merge_release(struct merge_side *side, unsigned int n)
 	folios_put(&fbatch);
 }
 
-/* Have rmap_items put into the list of their mm, when ksm_thread_mutex is dropped */
+/* It cannot be freed while ksm_thread_mutex and mm_users are held */
+static struct ksm_mm_slot *find_slot(struct mm_struct *mm)
+{
+	struct ksm_mm_slot *found = NULL;
+	struct mm_slot *slot;
+
+	spin_lock(k_ksm_mmlist_lock);
+	hlist_for_each_entry(slot, &slots_hash[hash_long((unsigned long)mm, SLOTS_HASH_BITS)], hash) {
+		if (slot->mm == mm) {
+			found = container_of(slot, struct ksm_mm_slot, slot);
+			break;
+		}
+	}
+	spin_unlock(k_ksm_mmlist_lock);
+	return found;
+}
+
+static unsigned long item_address(const struct ksm_rmap_item *item)
+{
+	return item->address & PAGE_MASK;
+}
+
+/* Merge two sorted lists. If both have an address, the older item comes first. */
+static struct ksm_rmap_item *merge_runs(struct ksm_rmap_item *older, struct ksm_rmap_item *newer)
+{
+	struct ksm_rmap_item *first, **link = &first;
+
+	while (older && newer) {
+		struct ksm_rmap_item **least = item_address(newer) < item_address(older) ? &newer : &older;
+
+		*link = *least;
+		link = &(*link)->rmap_list;
+		*least = *link;
+	}
+	*link = older ?: newer;
+	return first;
+}
+
+/*
+ * Put the sorted items of a side with those before them: runs[i] is a list of the items of 2^i runs, or empty. The higher, the
+ * older. If both sides are of one mm, those of the taken side are for both.
+ */
+static void end_run(struct merge_ctx *ctx, struct merge_side *side)
+{
+	struct ksm_rmap_item *run = side->first, **at;
+
+	side->first = NULL;
+	if (!run)
+		return;
+	for (at = ctx->keep.mm == ctx->take.mm ? ctx->take.runs : side->runs; *at; at++) {
+		run = merge_runs(*at, run);
+		*at = NULL;
+		cond_resched();
+	}
+	*at = run;
+}
+
+/* Have rmap_items put into the list of their mm, at the end of the call */
 static void merge_store_items(struct merge_ctx *ctx, struct merge_side *side, unsigned int n)
 {
+	struct merge_side *other = side == &ctx->keep ? &ctx->take : &ctx->keep;
 	struct ksm_rmap_item *item;
 	unsigned int i;
 
@@ -676,106 +756,173 @@ static void merge_store_items(struct merge_ctx *ctx, struct merge_side *side, un
 		item = side->page[i].item;
 		if (!item)
 			continue;
-		/* If there are several for an address, the last one counts */
-		item->oldchecksum = ++ctx->seq;
-		if (side->nr_new && item->address <= side->new[side->nr_new - 1]->address)
-			side->unsorted = true;
-		side->new[side->nr_new++] = item;
+		/* If there are several for an address, the last one counts: it must be in a later run */
+		if (other->first && other->mm == side->mm && item_address(item) >= item_address(other->first) &&
+		    item_address(item) <= item_address(other->last))
+			end_run(ctx, other);
+		if (side->first && item_address(item) <= item_address(side->last))
+			end_run(ctx, side);
+		if (side->first)
+			side->last->rmap_list = item;
+		else
+			side->first = item;
+		side->last = item;
+		item->rmap_list = NULL;
 	}
 }
 
-static int compare_items(const void *a, const void *b)
-{
-	const struct ksm_rmap_item *x = *(void **)a, *y = *(void **)b;
-	unsigned long ax = x->address & PAGE_MASK, ay = y->address & PAGE_MASK;
+/*
+ * The list of an mm has no quick access, so we remember some of its items. Nobody frees items of a process that lives but we,
+ * ksmd, and run 2: we keep this right, ksmd moves its cursor, and starts its scans where we see it, and run 2 empties the list.
+ */
+#define INDEX_SIZE	128
+#define INDEX_STRIDE	64
+struct list_index {
+	struct ksm_mm_slot *slot;
+	struct mm_struct *mm;
+	struct ksm_scan scan;		/* ksmd's cursor */
+	unsigned long scans;
+	unsigned int stride;		/* between items, at least */
+	unsigned int nr;
+	struct {
+		unsigned long address;
+		struct ksm_rmap_item *item;
+	} at[INDEX_SIZE];
+};
+static struct list_index indexes[16];
+static unsigned long scans;	/* that ksmd has begun */
 
-	if (ax != ay)
-		return ax < ay ? -1 : 1;
-	return x->oldchecksum < y->oldchecksum ? -1 : 1;
+/* A way along a list. *link is where it is. */
+struct list_walk {
+	struct list_index *index;
+	struct ksm_rmap_item **link;
+	unsigned int passed;		/* items of the index */
+	unsigned int steps;		/* since the last one */
+};
+
+static void walk_start(struct list_walk *walk, struct ksm_mm_slot *slot)
+{
+	struct list_index *index = &indexes[hash_ptr(slot, ilog2(ARRAY_SIZE(indexes)))];
+
+	if (index->slot != slot || index->mm != slot->slot.mm || index->scans != scans || !slot->rmap_list ||
+	    memcmp(&index->scan, k_ksm_scan, sizeof(index->scan))) {
+		index->nr = 0;
+		index->stride = INDEX_STRIDE;
+	}
+	index->slot = slot;
+	index->mm = slot->slot.mm;
+	*walk = (struct list_walk){ .index = index, .link = &slot->rmap_list };
 }
 
-static void merge_sort_new(struct merge_side *side)
+static void walk_end(struct list_walk *walk)
 {
-	if (side->unsorted)
-		sort(side->new, side->nr_new, sizeof(*side->new), compare_items, NULL);
-	side->unsorted = false;
+	walk->index->scan = *k_ksm_scan;
+	walk->index->scans = scans;
 }
 
-/* Put new rmap_items into the sorted list of their mm, in one pass, instead of those that were there for the same addresses */
-static void merge_insert(struct ksm_mm_slot *slot, struct ksm_rmap_item **a, unsigned int na, struct ksm_rmap_item **b,
-			 unsigned int nb)
+static void walk_step(struct list_walk *walk)
 {
-	struct ksm_rmap_item **link = &slot->rmap_list, *item, *old;
-	unsigned long addr;
+	struct list_index *index = walk->index;
+	struct ksm_rmap_item *item = *walk->link;
+	unsigned int i;
 
-	while (na || nb) {
-		if (!nb || (na && compare_items(a, b) < 0)) {
-			item = *a++;
-			na--;
-		} else {
-			item = *b++;
-			nb--;
+	walk->link = &item->rmap_list;
+	if (++walk->steps < index->stride)
+		return;
+	cond_resched();
+	walk->steps = 0;
+	if (index->nr == INDEX_SIZE) {
+		for (i = 0; i < INDEX_SIZE / 2; i++)
+			index->at[i] = index->at[2 * i + 1];
+		index->nr = INDEX_SIZE / 2;
+		index->stride *= 2;
+		walk->passed /= 2;
+	}
+	for (i = index->nr++; i > walk->passed; i--)
+		index->at[i] = index->at[i - 1];
+	index->at[i].address = item_address(item);
+	index->at[i].item = item;
+	walk->passed++;
+}
+
+/* Go on to the first item from an address on. */
+static struct ksm_rmap_item *walk_to(struct list_walk *walk, unsigned long addr)
+{
+	struct list_index *index = walk->index;
+
+	for (; walk->passed < index->nr && index->at[walk->passed].address < addr; walk->passed++) {
+		walk->link = &index->at[walk->passed].item->rmap_list;
+		walk->steps = 0;
+	}
+	while (*walk->link && item_address(*walk->link) < addr)
+		walk_step(walk);
+	return *walk->link;
+}
+
+/* Put rmap_items into the sorted list of their mm, in one pass, instead of those that were there for the same addresses */
+static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
+{
+	struct ksm_rmap_item *items = NULL, *item, *old;
+	struct ksm_mm_slot *slot = find_slot(mm);
+	struct list_walk walk;
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(((struct merge_side *)0)->runs); i++) {
+		items = merge_runs(runs[i], items);
+		runs[i] = NULL;
+	}
+	if (slot)
+		walk_start(&walk, slot);
+	while ((item = items)) {
+		items = item->rmap_list;
+		/* While the mutex was dropped, ksmd may have found that nothing is marked, and run 2 may have unmerged all */
+		if (!slot || !(item->address & STABLE_FLAG)) {
+			drop_rmap_item(item);
+			continue;
 		}
-		addr = item->address & PAGE_MASK;
-		while ((old = *link) && (old->address & PAGE_MASK) < addr)
-			link = &old->rmap_list;
-		if (old && (old->address & PAGE_MASK) == addr) {
+		old = walk_to(&walk, item_address(item));
+		*walk.link = item;
+		item->rmap_list = old;
+		if (old && item_address(old) == item_address(item)) {
 			item->rmap_list = old->rmap_list;
-			*link = item;
+			if (walk.passed < walk.index->nr && walk.index->at[walk.passed].item == old)
+				walk.index->at[walk.passed].item = item;
 			if (k_ksm_scan->rmap_list == &old->rmap_list)
 				k_ksm_scan->rmap_list = &item->rmap_list;
 			drop_rmap_item(old);
-		} else {
-			item->rmap_list = old;
-			*link = item;
+		} else if (k_ksm_scan->mm_slot == slot && k_ksm_scan->rmap_list == walk.link &&
+			   item_address(item) < k_ksm_scan->address) {
 			/* What ksmd has passed stays behind its cursor */
-			if (k_ksm_scan->mm_slot == slot && k_ksm_scan->rmap_list == link && addr < k_ksm_scan->address)
-				k_ksm_scan->rmap_list = &item->rmap_list;
+			k_ksm_scan->rmap_list = &item->rmap_list;
 		}
 	}
+	if (slot)
+		walk_end(&walk);
 }
 
-static int merge_lock(struct merge_ctx *ctx)
-{
-	if (ctx->locked)
-		return 0;
-	if (mutex_lock_interruptible(k_ksm_thread_mutex))
-		return -EINTR;
-	while (*k_ksm_run & KSM_RUN_OFFLINE) {
-		mutex_unlock(k_ksm_thread_mutex);
-		if (wait_on_bit(k_ksm_run, ilog2(KSM_RUN_OFFLINE), TASK_INTERRUPTIBLE) ||
-		    mutex_lock_interruptible(k_ksm_thread_mutex))
-			return -EINTR;
-	}
-	if ((*k_ksm_run & KSM_RUN_UNMERGE) || !*k_ksm_merge_across_nodes) {
-		mutex_unlock(k_ksm_thread_mutex);
-		return -EBUSY;
-	}
-	ctx->locked = true;
-	ctx->held = 0;
-	ctx->keep.slot = NULL;
-	ctx->take.slot = NULL;
-	return 0;
-}
-
-static void merge_unlock(struct merge_ctx *ctx)
+/* Put the new rmap_items into the lists, before the references to their mms are dropped. */
+static void merge_finish(struct merge_ctx *ctx)
 {
 	struct merge_side *keep = &ctx->keep, *take = &ctx->take;
 
-	if (!ctx->locked)
+	end_run(ctx, keep);
+	end_run(ctx, take);
+	if (!memchr_inv(keep->runs, 0, sizeof(keep->runs)) && !memchr_inv(take->runs, 0, sizeof(take->runs)))
 		return;
-	merge_sort_new(keep);
-	merge_sort_new(take);
-	if (keep->mm == take->mm) {
-		merge_insert(take->slot ?: keep->slot, keep->new, keep->nr_new, take->new, take->nr_new);
-	} else {
-		merge_insert(keep->slot, keep->new, keep->nr_new, NULL, 0);
-		merge_insert(take->slot, NULL, 0, take->new, take->nr_new);
+	if (!ctx->locked) {
+		mutex_lock(k_ksm_thread_mutex);
+		while (*k_ksm_run & KSM_RUN_OFFLINE) {
+			mutex_unlock(k_ksm_thread_mutex);
+			wait_on_bit(k_ksm_run, ilog2(KSM_RUN_OFFLINE), TASK_UNINTERRUPTIBLE);
+			mutex_lock(k_ksm_thread_mutex);
+		}
 	}
-	keep->nr_new = 0;
-	take->nr_new = 0;
-	ctx->locked = false;
+	if (memchr_inv(keep->runs, 0, sizeof(keep->runs)))
+		insert_items(keep->mm, keep->runs);
+	if (memchr_inv(take->runs, 0, sizeof(take->runs)))
+		insert_items(take->mm, take->runs);
 	mutex_unlock(k_ksm_thread_mutex);
+	ctx->locked = false;
 }
 
 /*
@@ -995,6 +1142,7 @@ static int merge_get_mm(struct merge_ctx *ctx, int pidfd, struct merge_side *sid
 	mm = ksm_request_mm(pidfd);
 	if (IS_ERR(mm))
 		return PTR_ERR(mm);
+	merge_finish(ctx);
 	if (side->mm)
 		mmput(side->mm);
 	side->mm = mm;
@@ -1083,6 +1231,31 @@ static u64 merge_range(struct merge_ctx *ctx, struct ksm_merge_range *range,
 	return range->nr_done;
 }
 
+/*
+ * ksmd frees the rmap_items of processes that have exited. If it is at rest, this does.
+ */
+#define REAP_BATCH	1024
+#define REAP_DELAY	(HZ / 50)
+#define PRUNE_DELAY	(10 * HZ)
+
+static void reap(struct work_struct *work);
+static DECLARE_DELAYED_WORK(reap_work, reap);
+/* Where the last batch of records ended, when this round of batches began, and before when no exit begins another one */
+static struct mm_slot *reap_at;
+static unsigned long reap_from, reap_began, reap_next;
+
+static void prune(struct work_struct *work);
+static DECLARE_DELAYED_WORK(prune_work, prune);
+/* How many nodes are still to be looked at in this round, when it began, and before when no other one begins */
+static long prune_left;
+static unsigned long prune_began, prune_next;
+
+/* The work is done once for all that comes before next */
+static void queue_round(struct delayed_work *work, unsigned long next)
+{
+	queue_delayed_work(system_unbound_wq, work, clamp((long)(next - jiffies), (long)REAP_DELAY, 64L * HZ));
+}
+
 static long ksm_ioctl_merge(struct ksm_merge __user *arg)
 {
 	struct ksm_merge_range __user *user;
@@ -1125,11 +1298,10 @@ static long ksm_ioctl_merge(struct ksm_merge __user *arg)
 		}
 		cond_resched();
 	}
+	merge_finish(ctx);
 	merge_unlock(ctx);
-	while (ctx->nr_items)
-		kmem_cache_free(*k_rmap_item_cache, ctx->items[--ctx->nr_items]);
-	while (ctx->nr_nodes)
-		kmem_cache_free(*k_stable_node_cache, ctx->nodes[--ctx->nr_nodes]);
+	queue_round(&prune_work, prune_next);
+	merge_free_spare(ctx);
 	if (ctx->keep.mm)
 		mmput(ctx->keep.mm);
 	if (ctx->take.mm)
@@ -1199,7 +1371,7 @@ static int ksm_hash_chunk(struct mm_struct *mm, struct ksm_hash *h,
 	for (; n--; hashes++, addr += PAGE_SIZE) {
 		if (locked && (fw.level != FW_LEVEL_PTE || !(addr & ~PMD_MASK) ||
 			       addr >= vma->vm_end)) {
-			walk_end(&fw);
+			folio_walk_done(&fw);
 			locked = false;
 		}
 		if (locked) {
@@ -1216,7 +1388,7 @@ static int ksm_hash_chunk(struct mm_struct *mm, struct ksm_hash *h,
 		*hashes = locked ? ksm_hash_page(h, k, fw.page, *hashes) : 0;
 	}
 	if (locked)
-		walk_end(&fw);
+		folio_walk_done(&fw);
 	mmap_read_unlock(mm);
 	return 0;
 }
@@ -1291,17 +1463,6 @@ static struct miscdevice ksm_device = {
 };
 
 /*
- * ksmd frees the rmap_items of processes that have exited. If it is at rest, this does.
- */
-#define REAP_BATCH	1024
-#define REAP_DELAY	(HZ / 50)
-#define PRUNE_DELAY	(10 * HZ)
-
-static void reap(struct work_struct *work);
-static DECLARE_DELAYED_WORK(reap_work, reap);
-static unsigned long pruned;	/* when migrate_nodes was looked through last */
-
-/*
  * A process that was forked from one that has exited has no rmap_items of its own: those of the parent are what finds its
  * mappings. The anon_vma of the parent has no mappings but of such processes any more.
  */
@@ -1321,27 +1482,35 @@ static bool item_needed(struct ksm_rmap_item *item)
 	return needed;
 }
 
-/* Called and returns with ksm_mmlist_lock held. Returns the next slot. */
+/* Called and returns with ksm_mmlist_lock held. Returns the next slot, or the same one with reap_from, if the budget is spent. */
 static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
 {
 	struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
-	struct ksm_rmap_item **link = &mm_slot->rmap_list, *item;
+	struct ksm_rmap_item *item;
+	struct list_walk walk;
 	struct mm_slot *next;
 
 	/* As exit_mmap() is over, ksm_exit() is, too: the slot is freed under ksm_thread_mutex only */
 	spin_unlock(k_ksm_mmlist_lock);
-	while ((item = *link) && *budget > 0) {
+	walk_start(&walk, mm_slot);
+	item = walk_to(&walk, slot == reap_at ? reap_from : 0);
+	/* What we free must not be in the index */
+	walk.index->nr = walk.passed;
+	for (; (item = *walk.link) && *budget > 0; (*budget)--) {
 		if (item_needed(item)) {
-			link = &item->rmap_list;
+			walk_step(&walk);
 			continue;
 		}
-		*link = item->rmap_list;
+		*walk.link = item->rmap_list;
 		if (k_ksm_scan->rmap_list == &item->rmap_list)
-			k_ksm_scan->rmap_list = link;
+			k_ksm_scan->rmap_list = walk.link;
 		drop_rmap_item(item);
-		(*budget)--;
 	}
+	walk_end(&walk);
 	spin_lock(k_ksm_mmlist_lock);
+	reap_from = item ? item_address(item) : 0;
+	if (item)
+		return slot;
 	next = list_next_entry(slot, mm_node);
 	if (mm_slot->rmap_list)
 		return next;
@@ -1365,25 +1534,56 @@ static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
 	return next;
 }
 
-/* Nodes whose last rmap_item went before their page did */
-static void prune_nodes(void)
+/*
+ * Let go of nodes whose pages are gone: the last rmap_item went before its page did, or a process that lives has unmapped both. The
+ * list has no order: it's turned as we go.
+ */
+static bool prune_some(void)
 {
-	struct ksm_stable_node *node, *next;
+	struct ksm_stable_node *node, *first = NULL;
 	struct folio *folio;
+	int budget;
 
-	list_for_each_entry_safe(node, next, k_migrate_nodes, list) {
-		if (!hlist_empty(&node->hlist))
-			continue;
+	mutex_lock(k_ksm_thread_mutex);
+	if (*k_ksm_run & KSM_RUN_OFFLINE) {
+		mutex_unlock(k_ksm_thread_mutex);
+		prune_left = 0;
+		return false;
+	}
+	if (!prune_left) {
+		/* The nodes that have rmap_items. Or the list is turned once before. */
+		prune_left = *k_ksm_pages_shared + 1;
+		prune_began = jiffies;
+	}
+	for (budget = REAP_BATCH; budget && prune_left > 0 && !list_empty(k_migrate_nodes); budget--) {
+		node = list_first_entry(k_migrate_nodes, struct ksm_stable_node, list);
+		if (node == first)
+			break;
+		list_move_tail(&node->list, k_migrate_nodes);
+		prune_left -= !hlist_empty(&node->hlist);
 		folio = K(ksm_get_folio)(node, KSM_GET_FOLIO_NOLOCK);
-		if (folio)
+		if (folio) {
 			folio_put(folio);
+			first = first ?: node;
+		}
 		cond_resched();
 	}
-	pruned = jiffies;
+	if (budget)
+		prune_left = 0;
+	mutex_unlock(k_ksm_thread_mutex);
+	return prune_left;
+}
+
+static void prune(struct work_struct *work)
+{
+	if (prune_some())
+		queue_delayed_work(system_unbound_wq, &prune_work, 1);
+	else
+		prune_next = jiffies + max(PRUNE_DELAY, 64 * (jiffies - prune_began));
 }
 
 /* Returns after how long to call again, or 0 */
-static unsigned long reap_some(bool prune)
+static unsigned long reap_some(void)
 {
 	struct mm_slot *slot;
 	unsigned long delay = 0;
@@ -1395,7 +1595,14 @@ static unsigned long reap_some(bool prune)
 		return REAP_DELAY;
 	}
 	spin_lock(k_ksm_mmlist_lock);
-	slot = list_first_entry(&k_ksm_mm_head->slot.mm_node, struct mm_slot, mm_node);
+	list_for_each_entry(slot, &k_ksm_mm_head->slot.mm_node, mm_node)
+		if (slot == reap_at)
+			break;
+	if (slot == &k_ksm_mm_head->slot) {
+		slot = list_first_entry(&slot->mm_node, struct mm_slot, mm_node);
+		reap_at = NULL;
+		reap_began = jiffies;
+	}
 	while (slot != &k_ksm_mm_head->slot && budget > 0) {
 		struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
 
@@ -1407,57 +1614,117 @@ static unsigned long reap_some(bool prune)
 			delay = REAP_DELAY;
 		} else {
 			slot = reap_slot(slot, &budget);
+			reap_at = NULL;
 		}
 	}
+	reap_at = slot == &k_ksm_mm_head->slot ? NULL : slot;
 	spin_unlock(k_ksm_mmlist_lock);
-	if (budget <= 0)
-		delay = 1;
-	else if (prune || time_after(jiffies, pruned + PRUNE_DELAY))
-		prune_nodes();
 	mutex_unlock(k_ksm_thread_mutex);
-	return delay;
+	return reap_at ? 1 : delay;
 }
 
 static void reap(struct work_struct *work)
 {
-	unsigned long delay = reap_some(false);
+	unsigned long delay = reap_some();
 
 	if (delay)
 		queue_delayed_work(system_unbound_wq, &reap_work, delay);
+	else
+		/* What is kept would be looked at again for each exit */
+		reap_next = jiffies + 16 * (jiffies - reap_began);
 }
 
 static void on_ksm_exit(void *data, void *mm)
 {
-	queue_delayed_work(system_unbound_wq, &reap_work, REAP_DELAY);
+	queue_round(&reap_work, reap_next);
+	queue_round(&prune_work, prune_next);
 }
 
-static struct tracepoint *exit_tracepoint;
+static void on_ksm_start_scan(void *data, int seq, u32 items)
+{
+	scans++;
+}
+
+static struct {
+	const char *name;
+	void *probe;
+	struct tracepoint *tp;
+} tracepoints[] = {
+	{ "ksm_exit", on_ksm_exit },
+	{ "ksm_start_scan", on_ksm_start_scan },
+};
 
 static void find_tracepoint(struct tracepoint *tp, void *data)
 {
-	if (!strcmp(tp->name, "ksm_exit"))
-		exit_tracepoint = tp;
-}
-
-static bool is_reviewed(void)
-{
-	static const char *const list[][2] = { REVIEWED };
-	const struct new_utsname *uts = init_utsname();
 	int i;
 
+	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
+		if (!strcmp(tp->name, tracepoints[i].name))
+			tracepoints[i].tp = tp;
+}
+
+/* The kernel's release is VERSION+DISTRIBUTION-amd64, or -cloud-amd64, and those are built from one source. */
+static bool is_reviewed(void)
+{
+	static const struct {
+		const char *distribution;
+		unsigned int series, first, last;
+	} list[] = { REVIEWED };
+	const struct new_utsname *uts = init_utsname();
+	unsigned int major, minor, patch, i;
+	char distribution[8];
+	int end = 0;
+
+	if (!strstr(uts->version, " Debian ") ||
+	    sscanf(uts->release, "%u.%u.%u+%7[deb0123456789]%n", &major, &minor, &patch, distribution, &end) != 4)
+		return false;
+	/* A second build of a version */
+	if (uts->release[end] == '.' && isdigit(uts->release[end + 1]))
+		end += 2;
+	if (strcmp(uts->release + end, "-amd64") && strcmp(uts->release + end, "-cloud-amd64"))
+		return false;
 	for (i = 0; i < ARRAY_SIZE(list); i++)
-		if (!strcmp(uts->release, list[i][0]) && !strcmp(uts->version, list[i][1]))
+		if (!strcmp(distribution, list[i].distribution) && list[i].series == major * 100 + minor &&
+		    patch >= list[i].first && patch <= list[i].last)
 			return true;
 	return false;
 }
 
+struct symbol {
+	unsigned int nr;
+	unsigned long addr[4];
+};
+
+static int note_symbol(void *data, unsigned long addr)
+{
+	struct symbol *symbol = data;
+
+	if (symbol->nr < ARRAY_SIZE(symbol->addr))
+		symbol->addr[symbol->nr] = addr;
+	symbol->nr++;
+	return 0;
+}
+
 unsigned long lookup_name(const char *name);
 DEFINE_STATIC_CALL_NULL(k_lookup, lookup_name);
+int each_symbol(int (*fn)(void *data, unsigned long addr), const char *name, void *data);
+DEFINE_STATIC_CALL_NULL(k_each_symbol, each_symbol);
+static struct symbol slots_hashes;
+
+/* The only symbol of that name, or 0 */
+static unsigned long find_symbol(const char *name)
+{
+	struct symbol symbol = {};
+
+	K(each_symbol)(note_symbol, name, &symbol);
+	return symbol.nr == 1 ? symbol.addr[0] : 0;
+}
 
 static const char *resolve(void)
 {
 	struct kprobe kp = { .symbol_name = "kallsyms_lookup_name" };
 	unsigned long addr;
+	int i;
 
 	if (register_kprobe(&kp))
 		return kp.symbol_name;
@@ -1465,26 +1732,153 @@ static const char *resolve(void)
 	addr = (unsigned long)kp.addr;
 	unregister_kprobe(&kp);
 	static_call_update(k_lookup, (void *)addr);
+	addr = K(lookup)("kallsyms_on_each_match_symbol");
+	if (!addr)
+		return "kallsyms_on_each_match_symbol";
+	static_call_update(k_each_symbol, (void *)addr);
 
 #define RESOLVE_FUNCTION(name)					\
-	addr = K(lookup)(#name);				\
+	addr = find_symbol(#name);				\
 	if (!addr)						\
 		return #name;					\
 	static_call_update(k_##name, (void *)addr);
 #define RESOLVE_VARIABLE(type, name)				\
-	k_##name = (void *)K(lookup)(#name);			\
+	k_##name = (void *)find_symbol(#name);			\
 	if (!k_##name)						\
 		return #name;
 	FUNCTIONS(RESOLVE_FUNCTION)
 	VARIABLES(RESOLVE_VARIABLE)
+	K(each_symbol)(note_symbol, "mm_slots_hash", &slots_hashes);
 	for_each_kernel_tracepoint(find_tracepoint, NULL);
-	return exit_tracepoint ? NULL : "the tracepoint ksm_exit";
+	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
+		if (!tracepoints[i].tp)
+			return tracepoints[i].name;
+	return NULL;
+}
+
+/* Which of the tables of this name has the slot of an mm is KSM's. */
+static bool find_slots_hash(struct mm_struct *mm)
+{
+	struct mm_slot *slot;
+	bool found = false;
+	int i;
+
+	for (i = 0; !found && i < min_t(int, slots_hashes.nr, ARRAY_SIZE(slots_hashes.addr)); i++) {
+		struct ksm_mm_slot *mine;
+
+		slots_hash = (void *)slots_hashes.addr[i];
+		mine = find_slot(mm);
+		spin_lock(k_ksm_mmlist_lock);
+		list_for_each_entry(slot, &k_ksm_mm_head->slot.mm_node, mm_node)
+			found |= mine && slot == &mine->slot;
+		spin_unlock(k_ksm_mmlist_lock);
+	}
+	return found;
+}
+
+/* Drop the records of a range. Returns how many there were. */
+static int drop_range(struct mm_struct *mm, unsigned long addr, unsigned long end)
+{
+	struct ksm_rmap_item **link, *item;
+	struct ksm_mm_slot *slot;
+	int n = 0;
+
+	mutex_lock(k_ksm_thread_mutex);
+	slot = find_slot(mm);
+	for (link = &slot->rmap_list; slot && (item = *link);) {
+		if (item_address(item) < addr || item_address(item) >= end) {
+			link = &item->rmap_list;
+			continue;
+		}
+		*link = item->rmap_list;
+		if (k_ksm_scan->rmap_list == &item->rmap_list)
+			k_ksm_scan->rmap_list = link;
+		drop_rmap_item(item);
+		n++;
+	}
+	memset(indexes, 0, sizeof(indexes));
+	mutex_unlock(k_ksm_thread_mutex);
+	return n;
+}
+
+/* Merge two pages of the process that loads us, read and write them. Returns what is not as it should be. */
+static const char *test_pages(struct merge_ctx *ctx, unsigned long addr)
+{
+	struct mm_struct *mm = current->mm;
+	struct ksm_merge_range range = { .keep_addr = addr, .take_addr = addr + PAGE_SIZE, .nr_pages = 1 };
+	unsigned long __user *keep = (void __user *)addr, *take = (void __user *)(addr + PAGE_SIZE);
+	unsigned long a, b, merging = mm->ksm_merging_pages, items = mm->ksm_rmap_items;
+	int i, err = 0;
+
+	if (mmap_write_lock_killable(mm))
+		return "no lock";
+	if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
+		err = K(__ksm_enter)(mm);
+	mmap_write_unlock(mm);
+	if (err || !find_slots_hash(mm))
+		return "no slot";
+	if (put_user(addr, keep) || put_user(addr, take))
+		return "no pages";
+	/* Reclaim or compaction may hold one */
+	for (i = 0; i < 10 && !range.nr_merged; i++) {
+		merge_range(ctx, &range, 1);
+		merge_finish(ctx);
+		merge_unlock(ctx);
+		if (!range.nr_merged)
+			msleep(20);
+	}
+	if (range.status)
+		return "run is 2, or merge_across_nodes is 0";
+	if (range.nr_merged != 1)
+		return "not merged";
+	if (mm->ksm_merging_pages != merging + 2 || mm->ksm_rmap_items != items + 2)
+		return "records";
+	if (get_user(a, keep) || get_user(b, take) || a != addr || b != addr)
+		return "content";
+	if (put_user(~addr, take) || get_user(a, keep) || get_user(b, take) || a != addr || b != ~addr)
+		return "copying on write";
+	if (vm_munmap(addr, 2 * PAGE_SIZE))
+		return "unmapping";
+	if (drop_range(mm, addr, addr + 2 * PAGE_SIZE) != 2 || mm->ksm_merging_pages != merging ||
+	    mm->ksm_rmap_items != items)
+		return "records at the end";
+	return NULL;
+}
+
+static const char *self_test(void)
+{
+	struct merge_ctx *ctx = kvzalloc(sizeof(*ctx), GFP_KERNEL);
+	const char *wrong = "no memory";
+	unsigned long addr;
+
+	if (ctx && current->mm) {
+		addr = vm_mmap(NULL, 0, 2 * PAGE_SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, 0);
+		/* These are what the pidfds of its range, which are 0, stand for */
+		ctx->keep.mm = current->mm;
+		ctx->take.mm = current->mm;
+		if (!IS_ERR_VALUE(addr))
+			wrong = test_pages(ctx, addr);
+		merge_free_spare(ctx);
+	}
+	kvfree(ctx);
+	return wrong;
+}
+
+static void remove_tracepoints(void)
+{
+	int i;
+
+	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
+		tracepoint_probe_unregister(tracepoints[i].tp, tracepoints[i].probe, NULL);
+	tracepoint_synchronize_unregister();
+	cancel_delayed_work_sync(&reap_work);
+	cancel_delayed_work_sync(&prune_work);
 }
 
 static int request_init(void)
 {
 	const char *missing;
-	int err;
+	int i, err = 0;
 
 	if (!is_reviewed()) {
 		pr_warn("refused: Linux %s, %s is not on the list of reviewed kernels\n", init_utsname()->release,
@@ -1493,17 +1887,20 @@ static int request_init(void)
 	}
 	missing = resolve();
 	if (missing) {
-		pr_warn("refused: this kernel has no %s\n", missing);
+		pr_warn("refused: Linux %s has no %s, or several\n", init_utsname()->release, missing);
 		return -ENODEV;
 	}
-	err = tracepoint_probe_register(exit_tracepoint, on_ksm_exit, NULL);
-	if (err)
-		return err;
-	err = misc_register(&ksm_device);
+	missing = self_test();
+	if (missing) {
+		pr_warn("refused: Linux %s: the test of merging two pages failed: %s\n", init_utsname()->release, missing);
+		return -ENODEV;
+	}
+	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
+		err = err ?: tracepoint_probe_register(tracepoints[i].tp, tracepoints[i].probe, NULL);
+	if (!err)
+		err = misc_register(&ksm_device);
 	if (err) {
-		tracepoint_probe_unregister(exit_tracepoint, on_ksm_exit, NULL);
-		tracepoint_synchronize_unregister();
-		cancel_delayed_work_sync(&reap_work);
+		remove_tracepoints();
 		return err;
 	}
 	/* Of processes that exited before */
@@ -1514,11 +1911,11 @@ static int request_init(void)
 static void request_exit(void)
 {
 	misc_deregister(&ksm_device);
-	tracepoint_probe_unregister(exit_tracepoint, on_ksm_exit, NULL);
-	tracepoint_synchronize_unregister();
-	cancel_delayed_work_sync(&reap_work);
+	remove_tracepoints();
 	/* What is merged stays so, in the care of KSM */
-	while (reap_some(true) == 1)
+	while (reap_some() == 1)
+		cond_resched();
+	while (prune_some())
 		cond_resched();
 }
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * Kernels whose mm/ksm.c, and callers of what this module uses, somebody has read and the tests have passed on: the outputs of
- * `uname -r` and `uname -v`, the newest first. See README.md for how to add one.
+ * Debian's kernels whose mm/ksm.c, and callers of what this module uses, somebody has read, and the first and last of which have
+ * passed the tests: distribution, series (major * 100 + minor), first and last version, and the start of the SHA-256 of mm/ksm.c.
+ * A range ends where somebody has looked. See README.md for how to add one.
  */
 #define REVIEWED \
-	{ "6.12.117+deb12-cloud-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" }, \
+	{ "deb12", 612, 117, 117 }, /* 2474a688c3d6 */ \
 
