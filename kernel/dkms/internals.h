@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What is private to mm/ksm.c and mm/, as Linux 6.12 has it. btf.c compares every type and prototype in here, and those of all
+ * What is private to mm/ksm.c and mm/, as the kernels in reviewed.h have it. btf.c compares every type and prototype in here, and those of all
  * symbols named below, with the kernel's BTF when the module is built. See README.md before changing anything.
  */
 #ifndef KSM_REQUEST_INTERNALS_H
@@ -9,6 +9,7 @@
 #include <linux/mm.h>
 #include <linux/rmap.h>
 #include <linux/static_call.h>
+#include "compat.h"
 
 struct mm_slot {
 	struct hlist_node hash;
@@ -60,9 +61,7 @@ struct ksm_rmap_item {
 	};
 	struct mm_struct *mm;
 	unsigned long address;
-	unsigned int oldchecksum;
-	u8 age;
-	u8 remaining_skips;
+	RMAP_ITEM_STATE;
 	union {
 		struct rb_node node;
 		struct {
@@ -99,9 +98,9 @@ pmd_t *mm_find_pmd(struct mm_struct *mm, unsigned long address);
 /* The kernel's functions that are not exported, called as K(name)(arguments) */
 #define FUNCTIONS(F) \
 	F(ksm_get_folio) F(remove_rmap_item_from_tree) F(stable_tree_append) F(__ksm_enter) F(mm_find_pmd) \
-	F(folio_walk_start) F(vm_normal_page) F(pte_offset_map_nolock) F(folio_add_anon_rmap_ptes) F(folio_remove_rmap_ptes) \
+	F(folio_walk_start) F(vm_normal_page) F(folio_add_anon_rmap_ptes) F(folio_remove_rmap_ptes) \
 	F(flush_tlb_mm_range) NOTIFIER_FUNCTIONS(F) \
-	F(split_huge_page_to_list_to_order) F(folio_free_swap) F(lru_add_drain_all) F(mm_access) F(pidfd_get_task)
+	COMPAT_FUNCTIONS(F) F(folio_free_swap) F(lru_add_drain_all) F(mm_access) F(pidfd_get_task)
 
 /* Its variables, as k_name, pointers to them */
 #define VARIABLES(V) \

@@ -32,6 +32,7 @@
 #include <linux/swap.h>
 #include <linux/tracepoint.h>
 #include <linux/uaccess.h>
+#include <linux/userfaultfd_k.h>
 #include <linux/utsname.h>
 #include <linux/wait_bit.h>
 #include <linux/workqueue.h>
@@ -87,19 +88,19 @@ static void folio_walk_done(struct folio_walk *fw)
 
 static struct ksm_stable_node *folio_stable_node(struct folio *folio)
 {
-	return folio_test_ksm(folio) ? (void *)((unsigned long)folio->mapping & ~PAGE_MAPPING_FLAGS) : NULL;
+	return folio_test_ksm(folio) ? (void *)((unsigned long)folio->mapping & ~FOLIO_MAPPING_FLAGS) : NULL;
 }
 
 static void folio_set_stable_node(struct folio *folio, struct ksm_stable_node *node)
 {
-	folio->mapping = (void *)((unsigned long)node | PAGE_MAPPING_KSM);
+	folio->mapping = (void *)((unsigned long)node | FOLIO_MAPPING_KSM);
 }
 
-/* As in mm/ksm.c, and shadow stacks, whose ptes are like no others */
+/* As in mm/ksm.c, and neither shadow stacks nor what userfaultfd protects from reading: their ptes are like no others */
 static bool vma_ksm_compatible(struct vm_area_struct *vma)
 {
 	return !(vma->vm_flags & (VM_SHARED | VM_MAYSHARE | VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_HUGETLB | VM_MIXEDMAP |
-				  VM_DROPPABLE | VM_SHADOW_STACK)) && !vma_is_dax(vma);
+				  VM_DROPPABLE | VM_SHADOW_STACK)) && !vma_is_dax(vma) && !userfaultfd_rwp(vma);
 }
 
 /* An rmap_item that is in no list any more */
@@ -113,7 +114,7 @@ static void drop_rmap_item(struct ksm_rmap_item *item)
 }
 
 /* As many as a folio_batch holds */
-#define MERGE_BATCH	PAGEVEC_SIZE
+#define MERGE_BATCH	FOLIO_BATCH_SIZE
 /* ksm_thread_mutex is dropped after this many pages */
 #define MERGE_CHUNK	1024
 
@@ -298,11 +299,11 @@ static bool merge_lock_tables(struct merge_side *a, struct merge_side *b)
 {
 	spinlock_t *ptl1, *ptl2;
 
-	a->pte = K(pte_offset_map_nolock)(a->mm, a->pmd, a->addr, &a->ptl);
+	a->pte = map_table(a->mm, a->pmd, a->addr, &a->ptl);
 	if (!a->pte)
 		return false;
 	if (a != b) {
-		b->pte = K(pte_offset_map_nolock)(b->mm, b->pmd, b->addr, &b->ptl);
+		b->pte = map_table(b->mm, b->pmd, b->addr, &b->ptl);
 		if (!b->pte) {
 			pte_unmap(a->pte);
 			return false;
@@ -332,7 +333,7 @@ static int merge_lock(struct merge_ctx *ctx)
 		    mutex_lock_interruptible(k_ksm_thread_mutex))
 			return -EINTR;
 	}
-	if ((*k_ksm_run & KSM_RUN_UNMERGE) || !*k_ksm_merge_across_nodes) {
+	if (*k_ksm_run & KSM_RUN_UNMERGE) {
 		mutex_unlock(k_ksm_thread_mutex);
 		return -EBUSY;
 	}
@@ -357,7 +358,7 @@ static int merge_mark(struct merge_ctx *ctx, struct merge_side *side)
 	struct vm_area_struct *vma;
 	int err = 0;
 
-	if ((side->vma->vm_flags & VM_MERGEABLE) && test_bit(MMF_VM_MERGEABLE, &mm->flags))
+	if ((side->vma->vm_flags & VM_MERGEABLE) && mm_flags_test(MMF_VM_MERGEABLE, mm))
 		return 0;
 
 	merge_unlock_mms(ctx->flags & KSM_MERGE_ZERO ? mm : ctx->keep.mm,
@@ -368,7 +369,7 @@ static int merge_mark(struct merge_ctx *ctx, struct merge_side *side)
 		return -EINTR;
 	vma = vma_lookup(mm, side->addr);
 	/* Rarely, fork or ksmd have left a marked VMA in an mm without slot */
-	if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
+	if (!mm_flags_test(MMF_VM_MERGEABLE, mm))
 		err = K(__ksm_enter)(mm);
 	if (!err && vma && vma_ksm_compatible(vma))
 		vm_flags_set(vma, VM_MERGEABLE);
@@ -447,7 +448,7 @@ static bool merge_unpinned(struct merge_ctx *ctx, struct folio *folio)
 }
 
 static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
-			 unsigned int i, struct anon_vma *anon_vma,
+			 unsigned int i, struct anon_vma *anon_vma, pgoff_t index,
 			 struct ksm_stable_node *node)
 {
 	struct ksm_rmap_item *item = ctx->items[--ctx->nr_items];
@@ -458,6 +459,7 @@ static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
 	item->address = side->addr + i * PAGE_SIZE;
 	item->anon_vma = anon_vma;
 	get_anon_vma(anon_vma);
+	set_index(item, index);
 	K(stable_tree_append)(item, node, false);
 	side->page[i].item = item;
 }
@@ -468,7 +470,7 @@ static u8 merge_keep(struct merge_ctx *ctx, unsigned int k)
 	struct merge_side *side = &ctx->keep;
 	struct merge_page *keep = &side->page[k];
 	struct folio *folio = keep->folio;
-	struct anon_vma *anon_vma = (void *)((unsigned long)folio->mapping & ~PAGE_MAPPING_FLAGS);
+	struct anon_vma *anon_vma = (void *)((unsigned long)folio->mapping & ~FOLIO_MAPPING_FLAGS);
 	struct ksm_stable_node *node;
 
 	if (PageAnonExclusive(&folio->page) &&
@@ -480,14 +482,14 @@ static u8 merge_keep(struct merge_ctx *ctx, unsigned int k)
 	INIT_HLIST_HEAD(&node->hlist);
 	node->kpfn = folio_pfn(folio);
 	node->rmap_hlist_len = 0;
-	node->nid = 0;	/* merge_across_nodes is set */
+	node->nid = *k_ksm_merge_across_nodes ? 0 : folio_nid(folio);
 	node->head = k_migrate_nodes;
 	list_add(&node->list, k_migrate_nodes);
 	/*
 	 * After fork, others may map the folio, and not be reached by the
 	 * anon_vma of this VMA: take that of the folio.
 	 */
-	merge_append(ctx, side, k, anon_vma, node);
+	merge_append(ctx, side, k, anon_vma, folio->index, node);
 	folio_set_stable_node(folio, node);
 	/* Reclaim just frees a clean page: make sure that it is swapped */
 	folio_set_dirty(folio);
@@ -509,7 +511,7 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 	pte_t old = take->entry, new;
 
 	if (kfolio) {
-		merge_append(ctx, side, i, vma->anon_vma,
+		merge_append(ctx, side, i, vma->anon_vma, linear_anon_page_index(vma, addr),
 			     folio_stable_node(kfolio));
 		folio_get(kfolio);
 		K(folio_add_anon_rmap_ptes)(kfolio, &kfolio->page, 1, vma,
@@ -517,7 +519,7 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 		new = mk_pte(&kfolio->page, vma->vm_page_prot);
 	} else {
 		/* See replace_page() */
-		new = pte_mkdirty(pte_mkspecial(pfn_pte(my_zero_pfn(addr),
+		new = pte_mkdirty(pte_mkspecial(pfn_pte(zero_pfn(addr),
 							vma->vm_page_prot)));
 		atomic_long_inc(k_ksm_zero_pages);
 		atomic_long_inc(&side->mm->ksm_zero_pages);
@@ -526,8 +528,8 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 	new = pte_young(old) ? pte_mkyoung(new) : pte_mkold(new);
 	new = pte_soft_dirty(old) ? pte_mksoft_dirty(new) :
 				    pte_clear_soft_dirty(new);
-	if (pte_uffd_wp(old))
-		new = pte_mkuffd_wp(new);
+	if (pte_uffd(old))
+		new = pte_mkuffd(new);
 	take->entry = new;
 	merge_restore(side, i);
 
@@ -594,6 +596,8 @@ static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 		}
 		if (keep->folio == take->folio)
 			return KSM_PAGE_SHARED;
+		if (!*k_ksm_merge_across_nodes && folio_nid(keep->folio) != folio_nid(take->folio))
+			return KSM_PAGE_INELIGIBLE;
 		if (!keep->locked && !merge_trylock(ctx, keep, i))
 			return KSM_PAGE_BUSY;
 	}
@@ -632,7 +636,7 @@ static u8 merge_split_side(struct merge_side *side)
 	if (!PageCompound(page)) {
 		status = MERGE_PENDING;
 	} else if (trylock_page(page)) {
-		if (!K(split_huge_page_to_list_to_order)(page, NULL, 0))
+		if (!split_page_fully(page))
 			status = MERGE_PENDING;
 		unlock_page(page);
 	}
@@ -1124,6 +1128,9 @@ static struct mm_struct *ksm_request_mm(int pidfd)
 		return ERR_CAST(task);
 	mm = K(mm_access)(task, PTRACE_MODE_ATTACH_FSCREDS);
 	put_task_struct(task);
+	/* A process without memory is no error on the older ones of these kernels */
+	if (!mm)
+		return ERR_PTR(-ESRCH);
 	if (!IS_ERR(mm) && mm != current->mm && !capable(CAP_SYS_NICE)) {
 		mmput(mm);
 		return ERR_PTR(-EPERM);
@@ -1526,8 +1533,8 @@ static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
 	hash_del(&slot->hash);
 	list_del(&slot->mm_node);
 	spin_unlock(k_ksm_mmlist_lock);
-	clear_bit(MMF_VM_MERGE_ANY, &slot->mm->flags);
-	clear_bit(MMF_VM_MERGEABLE, &slot->mm->flags);
+	mm_flags_clear(MMF_VM_MERGE_ANY, slot->mm);
+	mm_flags_clear(MMF_VM_MERGEABLE, slot->mm);
 	mmdrop(slot->mm);
 	kfree(mm_slot);
 	spin_lock(k_ksm_mmlist_lock);
@@ -1812,7 +1819,7 @@ static const char *test_pages(struct merge_ctx *ctx, unsigned long addr)
 
 	if (mmap_write_lock_killable(mm))
 		return "no lock";
-	if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
+	if (!mm_flags_test(MMF_VM_MERGEABLE, mm))
 		err = K(__ksm_enter)(mm);
 	mmap_write_unlock(mm);
 	if (err || !find_slots_hash(mm))
@@ -1828,7 +1835,7 @@ static const char *test_pages(struct merge_ctx *ctx, unsigned long addr)
 			msleep(20);
 	}
 	if (range.status)
-		return "run is 2, or merge_across_nodes is 0";
+		return "run is 2";
 	if (range.nr_merged != 1)
 		return "not merged";
 	if (mm->ksm_merging_pages != merging + 2 || mm->ksm_rmap_items != items + 2)

@@ -110,6 +110,8 @@ int main(int argc, char **argv)
 	CHECK(argc == 2);
 	load(argv[1]);
 	knob("pages_to_scan", "1000000");
+	/* The first half of this is with a tree for each node */
+	knob("merge_across_nodes", "0");
 	a = mmap(NULL, N * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	b = mmap(NULL, N * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	for (size_t i = 0; i < N; i++) {
@@ -151,6 +153,7 @@ int main(int argc, char **argv)
 	CHECK(knob("pages_shared", NULL) == 0);
 	check();
 	knob("run", "0");
+	knob("merge_across_nodes", "1");
 	/* Many times, with records of processes that are just exiting */
 	for (int i = 0; i < 20; i++) {
 		load(argv[1]);
