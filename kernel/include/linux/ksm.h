@@ -90,9 +90,11 @@ enum ksm_page_status {
  *
  * Nothing is compared before all permissions have been checked. What has
  * been merged when the range fails stays merged. A page that is not merged is
- * as it was. A mapping of which a page is named is marked mergeable as a whole
- * before anything is compared, as MADV_MERGEABLE does, unless it is marked
- * already, and MADV_UNMERGEABLE undoes that and the merges.
+ * as it was, but for those of a huge page of which an equal page was named: it
+ * is split, and its other pages of zeros may become the zero page. A mapping
+ * of which a page is named is marked mergeable as a whole before anything is
+ * compared, as MADV_MERGEABLE does, unless it is marked already, and
+ * MADV_UNMERGEABLE undoes that and the merges.
  */
 struct ksm_merge_range {
 	__u64 keep_addr;
