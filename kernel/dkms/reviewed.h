@@ -5,8 +5,7 @@
  * A range ends where somebody has looked. See README.md for how to add one.
  */
 #define REVIEWED \
-	{ "deb12", 612, 95, 117 }, /* 2474a688c3d6 */ \
-	{ "deb13", 612, 107, 117 }, /* 2474a688c3d6 */ \
+	{ "deb12", 612, 117, 117 }, /* 2474a688c3d6 */ \
 	{ "deb13", 612, 118, 118 }, /* 6c7754cae37d */ \
 	{ "deb13", 703, 4, 4 }, /* b783b08af2db */ \
 	{ "deb13", 702, 12, 12 }, /* 4aee1ddc94c6 */ \
