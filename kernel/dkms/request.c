@@ -1497,7 +1497,11 @@ static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
 	struct list_walk walk;
 	struct mm_slot *next;
 
-	/* As exit_mmap() is over, ksm_exit() is, too: the slot is freed under ksm_thread_mutex only */
+	/*
+	 * As exit_mmap() is over, ksm_exit() is, too: the slot is freed under ksm_thread_mutex only. Having no VMAs doesn't prove that,
+	 * since a process can unmap all it has. But __mmput() drops exe_file only after exit_mmap(); and the memory of an exec that
+	 * failed, which may have none, has a VMA until then.
+	 */
 	spin_unlock(k_ksm_mmlist_lock);
 	walk_start(&walk, mm_slot);
 	item = walk_to(&walk, slot == reap_at ? reap_from : 0);
@@ -1615,8 +1619,8 @@ static unsigned long reap_some(void)
 
 		if (atomic_read(&slot->mm->mm_users) || !mm_slot->rmap_list) {
 			slot = list_next_entry(slot, mm_node);
-		} else if (!mtree_empty(&slot->mm->mm_mt)) {
-			/* Before exit_mmap(), nodes would be left without rmap_items */
+		} else if (rcu_access_pointer(slot->mm->exe_file) || !mtree_empty(&slot->mm->mm_mt)) {
+			/* Before exit_mmap(), nodes would be left without rmap_items, and ksm_exit() may be still to come */
 			slot = list_next_entry(slot, mm_node);
 			delay = REAP_DELAY;
 		} else {
