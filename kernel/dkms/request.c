@@ -1553,6 +1553,7 @@ static bool prune_some(void)
 {
 	struct ksm_stable_node *node, *first = NULL;
 	struct folio *folio;
+	bool progress = false, has_items;
 	int budget;
 
 	mutex_lock(k_ksm_thread_mutex);
@@ -1571,15 +1572,19 @@ static bool prune_some(void)
 		if (node == first)
 			break;
 		list_move_tail(&node->list, k_migrate_nodes);
-		prune_left -= !hlist_empty(&node->hlist);
+		has_items = !hlist_empty(&node->hlist);
+		prune_left -= has_items;
+		/* This may free the node */
 		folio = K(ksm_get_folio)(node, KSM_GET_FOLIO_NOLOCK);
+		progress |= has_items || !folio;
 		if (folio) {
 			folio_put(folio);
 			first = first ?: node;
 		}
 		cond_resched();
 	}
-	if (budget)
+	/* Many nodes may have pages but no rmap_items, and nothing counts those */
+	if (budget || !progress)
 		prune_left = 0;
 	mutex_unlock(k_ksm_thread_mutex);
 	return prune_left;
@@ -1921,12 +1926,15 @@ static int request_init(void)
 
 static void request_exit(void)
 {
+	unsigned long batches = 1024 + *k_ksm_pages_shared / (REAP_BATCH / 2);
+
 	misc_deregister(&ksm_device);
 	remove_tracepoints();
 	/* What is merged stays so, in the care of KSM */
 	while (reap_some() == 1)
 		cond_resched();
-	while (prune_some())
+	/* If few nodes have rmap_items, a round may take very many batches. What is left is for ksmd. */
+	for (; batches && prune_some(); batches--)
 		cond_resched();
 }
 
