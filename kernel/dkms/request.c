@@ -863,6 +863,32 @@ static struct ksm_rmap_item *walk_to(struct list_walk *walk, unsigned long addr)
 	return *walk->link;
 }
 
+/*
+ * While the mutex was dropped, the page at the address of a new rmap_item may have been copied on write, and merged again by ksmd
+ * or another caller: then the older one in the list is the newer.
+ */
+static bool item_outdated(struct mm_struct *mm, struct ksm_rmap_item *old, struct ksm_rmap_item *item)
+{
+	struct vm_area_struct *vma;
+	struct folio_walk fw;
+	struct folio *folio = NULL;
+	bool outdated = false;
+
+	if (!(old->address & STABLE_FLAG) || old->head == item->head)
+		return false;
+	/* In this order, as ksmd does */
+	mmap_read_lock(mm);
+	vma = vma_lookup(mm, item_address(item));
+	if (vma && vma_ksm_compatible(vma))
+		folio = K(folio_walk_start)(&fw, vma, item_address(item), 0);
+	if (folio) {
+		outdated = folio_stable_node(folio) == old->head;
+		folio_walk_done(&fw);
+	}
+	mmap_read_unlock(mm);
+	return outdated;
+}
+
 /* Put rmap_items into the sorted list of their mm, in one pass, instead of those that were there for the same addresses */
 static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 {
@@ -885,6 +911,10 @@ static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 			continue;
 		}
 		old = walk_to(&walk, item_address(item));
+		if (old && item_address(old) == item_address(item) && item_outdated(mm, old, item)) {
+			drop_rmap_item(item);
+			continue;
+		}
 		*walk.link = item;
 		item->rmap_list = old;
 		if (old && item_address(old) == item_address(item)) {
