@@ -12,7 +12,6 @@
  * processes, the locks of the folios (only tried), and the page table locks.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-#include <linux/ctype.h>
 #include <linux/dax.h>
 #include <linux/delay.h>
 #include <linux/fs.h>
@@ -1709,7 +1708,10 @@ static void find_tracepoint(struct tracepoint *tp, void *data)
 			tracepoints[i].tp = tp;
 }
 
-/* The kernel's release is VERSION+DISTRIBUTION-amd64, or -cloud-amd64, and those are built from one source. */
+/*
+ * The kernel's release is VERSION+DISTRIBUTION-amd64, or -cloud-amd64, and those are built from one source, whose version is VERSION-1,
+ * or of deb13, for example, VERSION-1~bpo13+1 or VERSION-1~deb13u1. Later builds of a VERSION, perhaps +deb13.1, have other patches.
+ */
 static bool is_reviewed(void)
 {
 	static const struct {
@@ -1717,17 +1719,23 @@ static bool is_reviewed(void)
 		unsigned int series, first, last;
 	} list[] = { REVIEWED };
 	const struct new_utsname *uts = init_utsname();
+	const char *version = strstr(uts->version, " Debian "), *suffix;
+	char distribution[8] = "", package[40], first_build[40], backport[16], rebuild[16];
 	unsigned int major, minor, patch, i;
-	char distribution[8];
 	int end = 0;
 
-	if (!strstr(uts->version, " Debian ") ||
-	    sscanf(uts->release, "%u.%u.%u+%7[deb0123456789]%n", &major, &minor, &patch, distribution, &end) != 4)
+	if (sscanf(uts->release, "%u.%u.%u+%7[deb0123456789]%n", &major, &minor, &patch, distribution, &end) != 4 ||
+	    !version || sscanf(version, " Debian %39s", package) != 1)
 		return false;
-	/* A second build of a version */
-	if (uts->release[end] == '.' && isdigit(uts->release[end + 1]))
-		end += 2;
 	if (strcmp(uts->release + end, "-amd64") && strcmp(uts->release + end, "-cloud-amd64"))
+		return false;
+	snprintf(first_build, sizeof(first_build), "%u.%u.%u-1", major, minor, patch);
+	if (strncmp(package, first_build, strlen(first_build)))
+		return false;
+	suffix = package + strlen(first_build);
+	snprintf(backport, sizeof(backport), "~bpo%s+1", distribution + 3);
+	snprintf(rebuild, sizeof(rebuild), "~%su1", distribution);
+	if (*suffix && strcmp(suffix, backport) && strcmp(suffix, rebuild))
 		return false;
 	for (i = 0; i < ARRAY_SIZE(list); i++)
 		if (!strcmp(distribution, list[i].distribution) && list[i].series == major * 100 + minor &&

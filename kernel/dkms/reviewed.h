@@ -2,7 +2,7 @@
 /*
  * Debian's kernels whose mm/ksm.c, and callers of what this module uses, somebody has read, and the first and last of which have
  * passed the tests: distribution, series (major * 100 + minor), first and last version, and the start of the SHA-256 of mm/ksm.c.
- * A range ends where somebody has looked. See README.md for how to add one.
+ * A range ends where somebody has looked, and is of the first package of each version only. See README.md for how to add one.
  */
 #define REVIEWED \
 	{ "deb12", 612, 117, 117 }, /* 2474a688c3d6 */ \
