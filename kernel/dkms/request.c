@@ -713,17 +713,23 @@ static unsigned long item_address(const struct ksm_rmap_item *item)
 	return item->address & PAGE_MASK;
 }
 
+/* Let others run after so many */
+#define RESCHED_STEPS	4096
+
 /* Merge two sorted lists. If both have an address, the older item comes first. */
 static struct ksm_rmap_item *merge_runs(struct ksm_rmap_item *older, struct ksm_rmap_item *newer)
 {
 	struct ksm_rmap_item *first, **link = &first;
+	unsigned int steps;
 
-	while (older && newer) {
+	for (steps = 1; older && newer; steps++) {
 		struct ksm_rmap_item **least = item_address(newer) < item_address(older) ? &newer : &older;
 
 		*link = *least;
 		link = &(*link)->rmap_list;
 		*least = *link;
+		if (!(steps % RESCHED_STEPS))
+			cond_resched();
 	}
 	*link = older ?: newer;
 	return first;
@@ -894,7 +900,7 @@ static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 	struct ksm_rmap_item *items = NULL, *item, *old;
 	struct ksm_mm_slot *slot = find_slot(mm);
 	struct list_walk walk;
-	unsigned int i;
+	unsigned int i, steps = 0;
 
 	for (i = 0; i < ARRAY_SIZE(((struct merge_side *)0)->runs); i++) {
 		items = merge_runs(runs[i], items);
@@ -904,6 +910,8 @@ static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 		walk_start(&walk, slot);
 	while ((item = items)) {
 		items = item->rmap_list;
+		if (!(++steps % RESCHED_STEPS))
+			cond_resched();
 		/* While the mutex was dropped, ksmd may have found that nothing is marked, and run 2 may have unmerged all */
 		if (!slot || !(item->address & STABLE_FLAG)) {
 			drop_rmap_item(item);
