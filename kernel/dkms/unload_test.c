@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * Unloads the module while pages are merged, and checks every byte after writing, after a scan by ksmd, after loading it again and
- * after run 2; and that nothing is left of processes that exited while it was away. usage: unload_test ksm_request.ko, as root.
+ * after run 2; that nothing is left of processes that exited while it was away; and that merged pages without records don't keep it
+ * from being unloaded. usage: unload_test ksm_request.ko, as root.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -102,6 +105,37 @@ static void scan(void)
 	knob("run", "0");
 }
 
+/* Returns a process with many merged pages that have no records any more: its parent has merged others, and then exited. */
+static pid_t orphan(void)
+{
+	pid_t parent, child;
+	int p[2], status;
+
+	CHECK(!pipe(p) && !prctl(PR_SET_CHILD_SUBREAPER, 1));
+	parent = fork();
+	if (!parent) {
+		for (size_t i = 0; i < 2 * N; i++) {
+			fill(a + i % N * PAGE, i);
+			fill(b + i % N * PAGE, i);
+			if (i % N < N - 1)
+				continue;
+			CHECK(merge() == N);
+			if (i > N)
+				break;
+			child = fork();
+			if (!child)
+				pause();
+			CHECK(write(p[1], &child, sizeof(child)) == sizeof(child));
+		}
+		_exit(0);
+	}
+	CHECK(read(p[0], &child, sizeof(child)) == sizeof(child));
+	CHECK(waitpid(parent, &status, 0) == parent && !status);
+	/* Those of the parent go */
+	usleep(500000);
+	return child;
+}
+
 int main(int argc, char **argv)
 {
 	pid_t child;
@@ -176,7 +210,9 @@ int main(int argc, char **argv)
 	for (int i = 0; i < 100 && knob("pages_shared", NULL); i++)
 		usleep(20000);
 	CHECK(knob("pages_shared", NULL) == 0);
+	child = orphan();
 	unload();
+	CHECK(!kill(child, SIGKILL) && waitpid(child, &status, 0) == child);
 	printf("# PASSED: unload_test\n");
 	return 0;
 }
