@@ -1294,6 +1294,10 @@ static DECLARE_DELAYED_WORK(prune_work, prune);
 static long prune_left;
 static unsigned long prune_began, prune_next;
 
+/* What rounds are begun for, and how many of those each has seen. What comes during a round begins another one. */
+static atomic_t exits, calls;
+static int reap_seen, prune_seen;
+
 /* The work is done once for all that comes before next */
 static void queue_round(struct delayed_work *work, unsigned long next)
 {
@@ -1344,6 +1348,7 @@ static long ksm_ioctl_merge(struct ksm_merge __user *arg)
 	}
 	merge_finish(ctx);
 	merge_unlock(ctx);
+	atomic_inc(&calls);
 	queue_round(&prune_work, prune_next);
 	merge_free_spare(ctx);
 	if (ctx->keep.mm)
@@ -1603,6 +1608,7 @@ static bool prune_some(void)
 		/* The nodes that have rmap_items. Or the list is turned once before. */
 		prune_left = *k_ksm_pages_shared + 1;
 		prune_began = jiffies;
+		prune_seen = atomic_read(&exits) + atomic_read(&calls);
 	}
 	for (budget = REAP_BATCH; budget && prune_left > 0 && !list_empty(k_migrate_nodes); budget--) {
 		node = list_first_entry(k_migrate_nodes, struct ksm_stable_node, list);
@@ -1629,10 +1635,13 @@ static bool prune_some(void)
 
 static void prune(struct work_struct *work)
 {
-	if (prune_some())
+	if (prune_some()) {
 		queue_delayed_work(system_unbound_wq, &prune_work, 1);
-	else
-		prune_next = jiffies + max(PRUNE_DELAY, 64 * (jiffies - prune_began));
+		return;
+	}
+	prune_next = jiffies + max(PRUNE_DELAY, 64 * (jiffies - prune_began));
+	if (prune_seen != atomic_read(&exits) + atomic_read(&calls))
+		queue_round(&prune_work, prune_next);
 }
 
 /* Returns after how long to call again, or 0 */
@@ -1655,6 +1664,7 @@ static unsigned long reap_some(void)
 		slot = list_first_entry(&slot->mm_node, struct mm_slot, mm_node);
 		reap_at = NULL;
 		reap_began = jiffies;
+		reap_seen = atomic_read(&exits);
 	}
 	while (slot != &k_ksm_mm_head->slot && budget > 0) {
 		struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
@@ -1680,15 +1690,19 @@ static void reap(struct work_struct *work)
 {
 	unsigned long delay = reap_some();
 
-	if (delay)
+	if (delay) {
 		queue_delayed_work(system_unbound_wq, &reap_work, delay);
-	else
-		/* What is kept would be looked at again for each exit */
-		reap_next = jiffies + 16 * (jiffies - reap_began);
+		return;
+	}
+	/* What is kept would be looked at again for each exit */
+	reap_next = jiffies + 16 * (jiffies - reap_began);
+	if (reap_seen != atomic_read(&exits))
+		queue_round(&reap_work, reap_next);
 }
 
 static void on_ksm_exit(void *data, void *mm)
 {
+	atomic_inc(&exits);
 	queue_round(&reap_work, reap_next);
 	queue_round(&prune_work, prune_next);
 }
