@@ -345,7 +345,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 huge: false,
                 digest: digest.unwrap_or_default(),
                 active: false,
-                lone: false,
                 node: None,
             });
         }

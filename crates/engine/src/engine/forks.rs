@@ -180,7 +180,8 @@ impl Engine {
                 if !relative.hold.may_mark(self.snapshot.now_ns) {
                     return None;
                 }
-                let is_left_alone = page != named && !relative.may_be_named(named.page, self.snapshot.now_ns);
+                let is_left_alone =
+                    page != named && !relative.may_be_named(named.page, self.snapshot.now_ns, &self.config);
                 if relative.holds(page.region, page.page) && !is_left_alone {
                     pages.push(page);
                 }
