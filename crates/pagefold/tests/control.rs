@@ -353,7 +353,7 @@ fn a_service_manager_is_told_how_a_run_goes() {
     manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let idle = Sleeper::start();
     let mut command = Command::new(program());
-    command.args(["run", "--json", "--pid", &idle.pid().to_string()]);
+    command.args(["run", "--json", "--governor", "full", "--pid", &idle.pid().to_string()]);
     let run = Daemon::of(command.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "1000000"));
     let next = || {
         let mut bytes = [0; 500];

@@ -32,7 +32,7 @@ const CALLS: &[(&[&str], &str)] = &[
     // the opposite is near
     (&["unexclude", "redis-server"], "include redis-server"),
     (&["unpause"], "resume"),
-    (&["run", "redis-server", "--disallow", "vault"], "run redis-server --deny vault"),
+    (&["run", "--exe", "redis-server", "--disallow", "vault"], "run --exe redis-server --deny vault"),
     // incomplete
     (&["explain"], "explain 4711"),
     (&["exec"], "exec -- ./worker"),
