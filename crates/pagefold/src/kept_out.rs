@@ -81,11 +81,13 @@ pub fn exists() -> bool {
 /// # Errors
 /// The file is there, but damaged, or other users can write or replace it. The exit code is 2.
 pub fn read() -> Result<KeptOut, Exit> {
-    read_at(&path(), &Roots::default()).map_err(|why| {
+    let mut kept_out = read_at(&path(), &Roots::default()).map_err(|why| {
         let shown = ownership::shown(&path());
         let advice = "see which processes it names, remove it, and exclude them again";
         Exit::new(exit::USAGE, format!("the list of excluded processes, {shown}, {why}; {advice}"))
-    })
+    })?;
+    kept_out.forget_ended(&Roots::default());
+    Ok(kept_out)
 }
 
 /// Writes the list.
