@@ -55,7 +55,7 @@ Examples:
   pagefold governor quiet
       Up to 1 % of a core
   pagefold governor auto
-      From quiet to full as memory gets scarce";
+      Up to 20 %, and more as memory gets scarce";
 
 pub const EXEC: &str = "\
 Examples:
