@@ -43,6 +43,19 @@ pub fn create_directory(path: &Path) -> Result<(), String> {
     created.map_err(|error| format!("cannot be created: {error}; check {}", shown(&path)))
 }
 
+/// Opens a file for reading, and for writing too if we ask for that. Somebody may have put a link, a pipe or a device in
+/// its place, so the flags rule out surprises.
+pub fn open_regular(path: &Path, write: bool) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
+    let file = opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
+        Some(libc::EISDIR) => io::Error::other("is a directory"),
+        _ => error,
+    })?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("is not a regular file")) }
+}
+
 /// The path of a file that we replace as a whole, in a directory that only root can write.
 #[derive(Clone, Debug)]
 pub struct Place {
@@ -80,19 +93,10 @@ impl Place {
         written
     }
 
-    /// Reads the file, up to `most` bytes. Somebody may have put a link, a pipe or a device in its place, so the flags
-    /// rule out surprises.
+    /// Reads the file, up to `most` bytes.
     pub fn read(&self, most: u64) -> io::Result<Vec<u8>> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-        let opened = OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
-        let file = opened.map_err(|error| match error.raw_os_error() {
-            Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
-            _ => error,
-        })?;
+        let file = open_regular(&self.path, false)?;
         let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Err(io::Error::other("is not a regular file"));
-        }
         ownership::owned(metadata.uid(), metadata.mode())
             .map_err(|why| io::Error::other(format!("is a file that {why}")))?;
         let mut bytes = Vec::new();

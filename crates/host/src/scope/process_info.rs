@@ -130,13 +130,13 @@ impl ProcessInfo {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }
 
-    /// The option that lets its program in although it isn't dumpable, if there's a safe one: root alone can have given
+    /// The name by which `--allow` lets its program in, as a shell reads it, if that's safe: root alone can have given
     /// it this name, and the name stands for no other program.
-    pub fn way_in(&self, deny: &DenyList) -> Option<String> {
+    pub fn allowed_as(&self, deny: &DenyList) -> Option<String> {
         let name = String::from_utf8(self.program()).ok()?;
         let is_plain = name == printable(name.as_bytes()) && !name.starts_with('-') && !name.contains('*');
         let is_denied = deny.entry_for(name.as_bytes(), |_| true).is_some();
-        (is_plain && !is_denied && self.is_trusted()).then(|| format!("--allow {}", shell_word(&name)))
+        (is_plain && !is_denied && self.is_trusted()).then(|| shell_word(&name))
     }
 
     /// Whether root alone can change its executable, and so its program's name.

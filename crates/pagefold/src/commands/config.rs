@@ -1,6 +1,7 @@
 //! `pagefold config`: checks the configuration files, and shows their settings.
 
 use crate::config::args::RunArgs;
+use crate::config::config_file::nearest;
 use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
@@ -113,8 +114,7 @@ fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
     if installed.iter().any(is_here) {
         return None;
     }
-    let nearest = installed.iter().max_by(|a, b| strsim::jaro(name, a).total_cmp(&strsim::jaro(name, b)));
-    let advice = match nearest.filter(|nearest| strsim::jaro(name, nearest) > NEAR) {
+    let advice = match nearest(name, installed.iter().map(String::as_str), NEAR) {
         Some(nearest) => format!("did you mean {nearest}?"),
         None => "check the spelling".to_owned(),
     };

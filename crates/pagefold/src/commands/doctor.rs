@@ -39,19 +39,18 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
     let mut findings = examine(&roots);
     let mut code = code(&findings);
-    let settings = Settings::of(&RunArgs::default());
-    if let Ok(settings) = &settings
-        && code == exit::OK
-        && let Err(exit) = demanded_device(settings)
-    {
-        let (what, todo) = exit.line.rsplit_once("; ").unwrap_or((&exit.line, "see pagefold config show"));
-        findings.push(blocker(what, "the configuration demands merging on request", todo).called("request"));
-        code = exit.code;
-    }
-    if let Err(exit) = settings {
+    // `run` reads the configuration before anything else.
+    let refusal = match Settings::of(&RunArgs::default()) {
+        Err(exit) => Some(("config", "pagefold does not start with such a configuration", exit)),
+        Ok(settings) if code == exit::OK => {
+            let refused = demanded_device(&settings).err();
+            refused.map(|exit| ("request", "the configuration demands merging on request", exit))
+        }
+        Ok(_) => None,
+    };
+    if let Some((id, why, exit)) = refusal {
         let (what, todo) = exit.line.rsplit_once("; ").unwrap_or((&exit.line, "see pagefold config check"));
-        findings.push(blocker(what, "pagefold does not start with such a configuration", todo).called("config"));
-        // `run` reads it before anything else.
+        findings.push(blocker(what, why, todo).called(id));
         code = exit.code;
     }
     let doctor = Doctor { findings: &findings, code, program: "pagefold", verbose: args.verbose };

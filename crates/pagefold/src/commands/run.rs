@@ -48,6 +48,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let learned = place::of_run(settings.learned.as_deref(), "learned.json", args.dry_run, LearnedFile::open)?;
+    // A list that we can't use ends the run before it changes anything.
     kept_out::read()?;
     let fleet = settings.fleet.open()?;
     let outputs = start.open(args, settings.clone())?;
@@ -136,7 +137,7 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
     }
     match (left_alone.first(), found.first()) {
         (Some(LeftAlone { pid, name, reason }), Some(scoped)) if left_alone.len() == found.len() && !waits => {
-            let way_in = way_in(reason, scoped, &settings.deny);
+            let way_in = way_in(reason, scoped.allowed_as(&settings.deny));
             let line = format!("process {pid} ({name}) is left alone: {reason}{way_in}; nothing else is in scope");
             Err(Exit::new(exit::REFUSED, line))
         }

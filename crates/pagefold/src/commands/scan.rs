@@ -155,7 +155,7 @@ fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exi
         format!(
             "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
             process.scoped.name,
-            report::way_in(&reason, &process.scoped, deny),
+            report::way_in(&reason, process.scoped.allowed_as(deny)),
         ),
     ))
 }

@@ -163,8 +163,13 @@ fn meant(key: &str, known: &[&str]) -> Option<String> {
     if let Some(section) = SECTIONS.iter().find(|section| keys(section).contains(&key)) {
         return Some(format!("{key} in [{}]", section.name));
     }
-    let nearest = known.iter().max_by(|a, b| strsim::jaro(key, a).total_cmp(&strsim::jaro(key, b)))?;
-    if strsim::jaro(key, nearest) > NEAR { Some((*nearest).to_owned()) } else { None }
+    nearest(key, known.iter().copied(), NEAR).map(str::to_owned)
+}
+
+/// The most similar name, if its Jaro similarity (0 to 1) is above `near`.
+pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, near: f64) -> Option<&'a str> {
+    let nearest = known.max_by(|a, b| strsim::jaro(name, a).total_cmp(&strsim::jaro(name, b)))?;
+    if strsim::jaro(name, nearest) > near { Some(nearest) } else { None }
 }
 
 /// The text without control characters, cut if it's too long.

@@ -3,12 +3,12 @@
 use super::Moment;
 use crate::config::ownership;
 use crate::control::protocol::GROUP;
-use crate::place::Place;
+use crate::place::{Place, open_regular};
 use pagefold_procmem::os::peer::group_id;
 use pagefold_text::exit::{self, Exit};
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{File, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::os::unix::fs::{FileExt, PermissionsExt, fchown};
 use std::path::Path;
 use std::time::Duration;
 
@@ -127,21 +127,11 @@ pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
     Ok(moments)
 }
 
-/// Opens the file. Somebody may have put a link, a pipe or a device in its place, so the flags rule out surprises.
 fn open(path: &Path, write: bool) -> io::Result<File> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
-    let file = opened.map_err(|error| match error.raw_os_error() {
-        Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
-        Some(libc::EISDIR) => io::Error::other("is a directory"),
-        _ => error,
-    })?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(io::Error::other("is not a regular file"));
-    }
-    if metadata.len() != LENGTH {
-        return Err(io::Error::other(format!("is not a history: it has {} bytes, not {LENGTH}", metadata.len())));
+    let file = open_regular(path, write)?;
+    let length = file.metadata()?.len();
+    if length != LENGTH {
+        return Err(io::Error::other(format!("is not a history: it has {length} bytes, not {LENGTH}")));
     }
     Ok(file)
 }

@@ -1,5 +1,5 @@
 use super::*;
-use std::fs;
+use std::fs::{self, OpenOptions};
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use tempfile::TempDir;

@@ -1,7 +1,7 @@
 //! The result of a scan as one self-contained web page.
 
 use super::map::{Map, Shares};
-use super::report::{ProcessRow, ScanReport, size, ways_in};
+use super::report::{ProcessRow, ScanReport, size, way_in};
 use crate::output::page::{escape, page as framed};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{count, human, percent};
@@ -216,7 +216,7 @@ fn left_out(html: &mut String, report: &ScanReport) {
             "<tr><td class=\"n\">{}</td><td>{}{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
-            ways_in(&row.reason),
+            way_in(&row.reason, Some("NAME".to_owned())),
             escape(&where_),
         );
     }

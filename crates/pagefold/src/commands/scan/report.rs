@@ -5,8 +5,6 @@ use super::survey::{LeftOut, LeftOutByReason};
 use crate::output::placement::PlacementView;
 use pagefold_engine::sampling::census::{Cell, Figures, Findings, bytes_of};
 use pagefold_engine::units::index;
-use pagefold_host::scope::ProcessInfo;
-use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
@@ -278,17 +276,13 @@ impl ScanReport {
     }
 }
 
-/// Names the option that may include programs left out for this reason, if there's one.
-pub fn ways_in(reason: &str) -> &'static str {
-    if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
-}
-
-/// Names the option that includes a program left out for this reason, if there's one. We print it after the reason.
-pub fn way_in(reason: &str, process: &ProcessInfo, deny: &DenyList) -> String {
-    if reason != Exclusion::NotDumpable.to_string() {
-        return String::new();
+/// Names the option that includes a program of this name, if it was left out for a reason that allows that. We print it
+/// after the reason.
+pub fn way_in(reason: &str, name: Option<String>) -> String {
+    match name {
+        Some(name) if reason == Exclusion::NotDumpable.to_string() => format!(" (--allow {name} lets it in)"),
+        _ => String::new(),
     }
-    process.way_in(deny).map_or(String::new(), |option| format!(" ({option} lets it in)"))
 }
 
 #[cfg(test)]
