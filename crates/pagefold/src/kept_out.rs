@@ -79,9 +79,10 @@ pub fn exists() -> bool {
 /// The processes that are kept out.
 ///
 /// # Errors
-/// The file is there, but damaged, or other users can write or replace it. The exit code is 2.
+/// The file is there, but damaged, or other users can write or replace it. The exit code is 2. Or we can't tell whether
+/// it's of this boot. Then it's 1.
 pub fn read() -> Result<KeptOut, Exit> {
-    let mut kept_out = read_at(&path(), &Roots::default()).map_err(|why| {
+    let mut kept_out = read_at(&path(), &boot()?).map_err(|why| {
         let shown = ownership::shown(&path());
         let advice = "see which processes it names, remove it, and exclude them again";
         Exit::new(exit::USAGE, format!("the list of excluded processes, {shown}, {why}; {advice}"))
@@ -90,23 +91,28 @@ pub fn read() -> Result<KeptOut, Exit> {
     Ok(kept_out)
 }
 
+fn boot() -> Result<String, Exit> {
+    boot_id(&Roots::default().proc)
+        .map_err(|error| Exit::new(exit::FAILURE, format!("cannot tell this boot from others: {error}; try again")))
+}
+
 /// Writes the list.
 ///
 /// # Errors
 /// A clause: we can't write the file.
 pub fn write(kept_out: &KeptOut) -> Result<(), String> {
     let path = path();
-    let written = write_at(&path, kept_out, &Roots::default());
-    written.map_err(|why| format!("{} {why}", ownership::shown(&path)))
+    let boot = boot().map_err(|error| error.to_string())?;
+    write_at(&path, kept_out, &boot).map_err(|why| format!("{} {why}", ownership::shown(&path)))
 }
 
-fn read_at(path: &Path, roots: &Roots) -> Result<KeptOut, String> {
+fn read_at(path: &Path, this_boot: &str) -> Result<KeptOut, String> {
     // A link that leads nowhere isn't ours.
     if path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(KeptOut::default());
     }
     let bytes = Place::of(path)?.read(LENGTH_MOST).map_err(|error| error.to_string())?;
-    let Document { schema, boot_id: boot, entries: rows } =
+    let Document { schema, boot_id, entries: rows } =
         serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
     if schema != SCHEMA {
         return Err("is of another version".to_owned());
@@ -114,20 +120,19 @@ fn read_at(path: &Path, roots: &Roots) -> Result<KeptOut, String> {
     if rows.len() > ENTRIES_MOST {
         return Err(format!("has more than {ENTRIES_MOST} entries"));
     }
-    let is_same_boot = boot == boot_id(&roots.proc).map_err(|error| format!("cannot be compared: {error}"))?;
     let mut entries = Vec::new();
     for Row { selector, uid, processes } in rows {
         let Ok([selector]) = <[Selector; 1]>::try_from(selector.spec().0) else {
             return Err("is damaged (an entry without a selector of its own)".to_owned());
         };
         let verdict = uid.map_or(Verdict::In, |by| Verdict::Out { by });
-        let processes = if is_same_boot { processes } else { BTreeSet::new() };
+        let processes = if boot_id == this_boot { processes } else { BTreeSet::new() };
         entries.push(Entry { verdict, selector, processes });
     }
     Ok(KeptOut::of(entries))
 }
 
-fn write_at(path: &Path, kept_out: &KeptOut, roots: &Roots) -> Result<(), String> {
+fn write_at(path: &Path, kept_out: &KeptOut, this_boot: &str) -> Result<(), String> {
     let mut rows = Vec::new();
     for Entry { verdict, selector, processes } in kept_out.entries() {
         let uid = match verdict {
@@ -137,8 +142,7 @@ fn write_at(path: &Path, kept_out: &KeptOut, roots: &Roots) -> Result<(), String
         let selector = Selectors::of(&ScopeSpec(vec![selector.clone()])).map_err(|error| error.to_string())?;
         rows.push(Row { selector, uid, processes: processes.clone() });
     }
-    let boot_id = boot_id(&roots.proc).map_err(|error| format!("cannot be written: {error}"))?;
-    let document = Document { schema: SCHEMA.to_owned(), boot_id, entries: rows };
+    let document = Document { schema: SCHEMA.to_owned(), boot_id: this_boot.to_owned(), entries: rows };
     let text = serde_json::to_string(&document).map_err(|error| format!("cannot be written: {error}"))?;
     if text.len() as u64 > LENGTH_MOST {
         return Err("would be too long".to_owned());
@@ -174,11 +178,7 @@ mod tests {
     fn the_list_survives_a_restart_but_pids_survive_no_reboot() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state").join(NAME);
-        let roots = Roots { proc: dir.path().join("proc"), ..Roots::default() };
-        let boot = roots.proc.join("sys/kernel/random/boot_id");
-        fs::create_dir_all(boot.parent().unwrap()).unwrap();
-        fs::write(&boot, "one\n").unwrap();
-        assert_eq!(read_at(&path, &roots).unwrap().entries(), [], "there's no file yet");
+        assert_eq!(read_at(&path, "one").unwrap().entries(), [], "there's no file yet");
         let named = |kind, name: &str| Selector::named(kind, name.to_owned()).unwrap();
         let list = [
             entry(named("exe", "a \"b"), Some(0), &[]),
@@ -186,20 +186,18 @@ mod tests {
             entry(named("user", "33"), None, &[]),
             entry(named("unit", "vault.service"), Some(0), &[]),
         ];
-        write_at(&path, &KeptOut::of(list.to_vec()), &roots).unwrap();
-        assert_eq!(read_at(&path, &roots).unwrap().entries(), list);
-        fs::write(&boot, "two\n").unwrap();
+        write_at(&path, &KeptOut::of(list.to_vec()), "one").unwrap();
+        assert_eq!(read_at(&path, "one").unwrap().entries(), list);
         let after = [&list[..1], &list[2..]].concat();
-        assert_eq!(read_at(&path, &roots).unwrap().entries(), after, "another process may have the pid");
+        assert_eq!(read_at(&path, "two").unwrap().entries(), after, "another process may have the pid");
     }
 
     #[test]
     fn a_file_that_is_not_ours_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(NAME);
-        let roots = Roots::default();
         let refused = |says: &str| {
-            let error = read_at(&path, &roots).unwrap_err();
+            let error = read_at(&path, "x").unwrap_err();
             assert!(error.contains(says), "{says}: {error}");
         };
         let document = |entries: &str| {

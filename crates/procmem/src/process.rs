@@ -203,6 +203,8 @@ pub struct Stat {
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
     pub nice: i8,
+    /// Threads, including a leader that has ended before them.
+    pub threads: u32,
 }
 
 impl Stat {
@@ -235,6 +237,7 @@ impl Stat {
             system_ticks: field(&fields, 12)?,
             start_time_ticks: field(&fields, 19)?,
             nice: field(&fields, 16)?,
+            threads: field(&fields, 17)?,
         })
     }
 }
@@ -253,7 +256,7 @@ mod tests {
         let stat = Stat::parse(text).unwrap();
         assert_eq!(stat.comm, b"a) R 1 (b)");
         assert_eq!((stat.state, stat.parent, stat.cpu_ticks, stat.start_time_ticks), (b'S', 7, 33, 9876));
-        assert!(!stat.kernel_thread && !stat.only_forked && stat.nice == -5);
+        assert!(!stat.kernel_thread && !stat.only_forked && stat.nice == -5 && stat.threads == 1);
         let forked = String::from_utf8_lossy(text).replace("4194304", "4194368");
         assert!(Stat::parse(forked.as_bytes()).unwrap().only_forked);
         for cut in 0..text.len() {

@@ -203,9 +203,14 @@ impl Entry {
 
 fn has_ended((pid, started): ProcessKey, roots: &Roots) -> bool {
     match Process::open_at(&roots.proc, pid) {
-        Ok(process) => process.start_time_ticks() != started,
+        Ok(process) => process.start_time_ticks() != started || is_zombie(&process),
         Err(error) => matches!(error, ReadError::Vanished { .. }),
     }
+}
+
+/// Whether all its threads have ended, too. Those of a leader that has ended may still fork.
+fn is_zombie(process: &Process) -> bool {
+    process.stat().is_ok_and(|stat| stat.has_ended() && stat.threads <= 1)
 }
 
 /// An entry for each selector of a scope.

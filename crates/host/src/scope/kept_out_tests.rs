@@ -131,6 +131,24 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     assert!(fixture.kept_out.entries().is_empty());
 }
 
+/// Nobody may reap a process for long. A leader that has ended before its other threads isn't forgotten: they may fork.
+#[test]
+fn zombies_are_forgotten_but_not_their_threads() {
+    let mut fixture = Fixture::new();
+    fixture.keep_out(&by_pid(30));
+    for pid in [11, 12] {
+        fixture.end(pid);
+    }
+    let stat = fixture.tree.roots.proc.join("30/stat");
+    let zombie = fs::read_to_string(&stat).unwrap().replace(" S 1 ", " Z 1 ");
+    fs::write(&stat, zombie.replace(" 20 0 1 0 1030 ", " 20 0 2 0 1030 ")).unwrap();
+    fixture.kept_out.forget_ended(&fixture.tree.roots);
+    assert_eq!(fixture.kept_out.entries().len(), 1);
+    fs::write(&stat, zombie).unwrap();
+    fixture.kept_out.forget_ended(&fixture.tree.roots);
+    assert!(fixture.kept_out.entries().is_empty());
+}
+
 #[test]
 fn children_of_a_process_that_has_ended_are_included_by_its_pid() {
     let mut fixture = Fixture::new();
