@@ -345,6 +345,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 huge: false,
                 digest: digest.unwrap_or_default(),
                 active: false,
+                lone: false,
                 node: None,
             });
         }

@@ -68,14 +68,13 @@ pub struct Config {
     pub duplicate_threshold: Permyriad,
     /// The duplicate ratio when merging on request, where later visits only go to the duplicates.
     pub request_threshold: Permyriad,
-    /// The COW-broken ratio from which we leave a region alone (UKSM `V_cow`). 100 % turns this off.
+    /// The share of pages that change between two visits from which we leave a region alone (UKSM `V_cow`). At 100 %
+    /// we also merge where breaks cost more than merges save.
     pub cow_threshold: Permyriad,
     /// The age a region must have before we promote it (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
     /// A region that appears during the run must outlive this many global rounds before we promote it.
     pub probation_rounds: u64,
-    /// A merged page is COW-broken if its program writes the same content again within this time, nanoseconds.
-    pub cow_horizon_ns: u64,
     /// We mark an extent if its share of duplicates is at least this high.
     pub density: Density,
     /// The lowest such share, for sparser extents that we mark once ksmd has been idle for long enough. Below 3 %,
@@ -113,7 +112,6 @@ impl Default for Config {
             cow_threshold: Permyriad(5_000),
             lifetime_ns: 100_000_000,
             probation_rounds: 2,
-            cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
             thinnest_density: Permyriad(400),
             span_pages_min: Pages(16),

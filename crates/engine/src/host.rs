@@ -250,7 +250,8 @@ pub struct SamplePlan {
     pub lines: Option<u32>,
     /// Digests by this few lines that pages with different contents have. Digest such pages by all lines instead.
     pub colliding: Arc<DigestSet>,
-    /// Report which private pages of these regions are active, before reading them.
+    /// Report which private pages of these regions are active, before reading them, and which are merged pages that
+    /// nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
     /// Read pages of these regions that are shared through fork, too.
     pub forked: BTreeSet<RegionKey>,
@@ -327,6 +328,9 @@ pub struct PageSample {
     pub digest: Digest,
     /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
+    /// If the plan asked for it: whether a private page is a merged one that only this process still maps, because
+    /// others wrote theirs.
+    pub lone: bool,
     /// The NUMA node of a private page, on a machine with several.
     pub node: Option<NodeKey>,
 }
@@ -380,9 +384,8 @@ pub enum Why {
     },
     /// Unmarked because merges in it don't last.
     CowBroken {
-        /// The share of the region's merged pages that we expect its program to write with the same content within the
-        /// horizon.
-        ratio: Permyriad,
+        /// How long a merged page lasts there until its program writes it, nanoseconds.
+        lasts_ns: u64,
     },
     /// Unmarked because less memory is left than the reserve.
     MemoryShort,

@@ -22,9 +22,11 @@ use crate::decision::Decision;
 use crate::host::{Mechanism, PageRun, PageSample, PageState, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::keys::RegionKey;
-use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
+use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, around, candidates};
+use crate::marking::marker::SPLIT_FROM;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Who reads the pages that a region shares with other processes through fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,6 +109,7 @@ impl Region {
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {
+            self.usage.cow_breaks.keep_only(view.first..self.end());
             self.survey.restart_order(&view, seed);
         }
     }
@@ -207,16 +210,21 @@ impl Region {
 
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
-        self.usage.forget_written();
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
     }
 
     /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
-    pub fn may_be_named(&self, page: Vpn, now_ns: u64, config: &Config) -> bool {
-        let is_broken = config.filters_cow_breaks() && self.usage.broken.contains(page);
-        !is_broken && !self.usage.is_busy(page, now_ns)
+    pub fn may_be_named(&self, page: Vpn, now_ns: u64) -> bool {
+        let rests = self.usage.cow_breaks.rests(page) && self.usage.written.contains(page);
+        !rests && !self.usage.is_busy(page, now_ns)
+    }
+
+    /// The share of its pages that rest, because merges there don't pay.
+    pub fn resting(&self) -> Permyriad {
+        let extents = self.usage.cow_breaks.resting().filter_map(|(number, _)| self.extents.get(&number));
+        Permyriad::of(extents.map(|extent| u64::from(extent.resident)).sum(), self.counts().resident.0)
     }
 
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
@@ -295,8 +303,41 @@ impl Region {
         let split = SplitRule { above, spans: cap };
         let density = config.density.thinned(plain);
         let mut spans = candidates(&self.extents, self.view.first, self.view.pages, density, split);
+        for (extent, _) in self.usage.cow_breaks.resting() {
+            if self.stays_whole() {
+                return Vec::new();
+            }
+            let (from, to) = (Vpn(extent * EXTENT_PAGES), Vpn((extent + 1) * EXTENT_PAGES));
+            spans = self.beside(&spans, from, to);
+        }
         spans.retain(|span| span.duplicate >= config.span_pages_min);
         spans
+    }
+
+    /// The parts of spans that lie before `from` and from `to` on.
+    pub fn beside(&self, spans: &[Candidate], from: Vpn, to: Vpn) -> Vec<Candidate> {
+        // While we read the region again we only know some of its extents.
+        let are_known = self.life.is_judged() && self.life.adopted().is_none();
+        let extents = are_known.then_some(&self.extents);
+        spans.iter().flat_map(|span| around(extents, span, from, to)).collect()
+    }
+
+    /// Whether we never mark or unmark it in part. Programs more often move or grow small mappings, which fails once
+    /// they're split.
+    pub fn stays_whole(&self) -> bool {
+        !self.in_blocks && self.view.pages < SPLIT_FROM
+    }
+
+    /// How many parts of its mapping are marked by themselves. The mark of a whole mapping doesn't split it.
+    pub fn parts(&self) -> usize {
+        let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
+        let is_split = self.in_blocks || marked < self.view.pages;
+        if is_split { self.marks.spans.len() } else { 0 }
+    }
+
+    /// The numbers of its extents.
+    pub fn extent_numbers(&self) -> Range<u64> {
+        self.view.first.extent()..self.end().0.div_ceil(EXTENT_PAGES)
     }
 
     /// Whether the whole region is marked, by us or another program.

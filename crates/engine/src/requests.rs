@@ -230,7 +230,7 @@ impl Requests {
             }
             for at in 0..result.range.take.pages {
                 let page = result.range.part(at, 1);
-                collisions.digests.extend(self.record_page(page, result.merging, table, index));
+                collisions.digests.extend(self.record_page(page, result.merging, table, index, now_ns));
             }
         }
         // Last, since then we know which pages to keep have been merged.
@@ -253,6 +253,7 @@ impl Requests {
         merging: Merging,
         table: &mut RegionTable,
         index: &mut Index,
+        now_ns: u64,
     ) -> Option<Digest> {
         let PageRun { region, first, .. } = page.take;
         let kept = page.keep.first();
@@ -264,9 +265,10 @@ impl Requests {
             return None;
         }
         if matches!(merging, Merging::Merged | Merging::Shared) {
-            let was_merged = set_merged(table, region, first, kept.map(|(partner, _)| partner));
+            let digest = self.pair_of(region, first).map_or(Digest::ZERO, |pair| pair.digest);
+            let was_merged = set_merged(table, region, first, kept.map(|(partner, _)| partner), digest, now_ns);
             if let Some((partner, kept)) = kept {
-                set_merged(table, partner, kept, Some(region));
+                set_merged(table, partner, kept, Some(region), digest, now_ns);
             }
             if merging == Merging::Merged && !was_merged {
                 return None;
@@ -360,9 +362,17 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
 
 /// Records that a page is merged with one of the region `partner`, or with the zero page. Returns whether it was merged
 /// before.
-fn set_merged(table: &mut RegionTable, region: RegionKey, page: Vpn, partner: Option<RegionKey>) -> bool {
+fn set_merged(
+    table: &mut RegionTable,
+    region: RegionKey,
+    page: Vpn,
+    partner: Option<RegionKey>,
+    digest: Digest,
+    now_ns: u64,
+) -> bool {
     let Some(region) = table.at_mut(region, page) else { return false };
-    let was_merged = !region.usage.merged.insert(page);
+    // In the pair's digest the domain is mixed in once. Applying it again takes it out.
+    let was_merged = region.usage.record_merged(page, now_ns, digest.in_domain(region.view.domain));
     region.usage.named = true;
     if partner.is_some_and(|partner| partner != region.view.key) {
         region.usage.partner = partner;

@@ -215,8 +215,8 @@ pub struct RegionState {
     pub duplicate_range: (f64, f64),
     /// Whether we've read the whole region, so that the ratio is exact.
     pub exact: bool,
-    /// The share of the region's merged pages, 0 to 1, that its program writes with the same content within the
-    /// horizon. `None` if we saw no merged page written.
+    /// The share of the region's pages, 0 to 1, that rest, because its program soon writes merged pages there. `None` if
+    /// none do.
     pub cow_ratio: Option<f64>,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]

@@ -171,12 +171,12 @@ impl PlanReading {
             let pages = &mut self.pages;
             pages.reserve(runs.iter().map(|run| run.1 as usize).sum());
             let result = job.hash_mode.visit_runs(&mut self.reader, read, |view, digest| {
-                let PageView { page, state, huge, active, frame, .. } = view;
+                let PageView { page, state, huge, active, lone, frame, .. } = view;
                 let mut node = None;
                 if let (Some(nodes), Some(frame), PageState::Private) = (&job.topology, frame, state) {
                     node = nodes.node_of(frame);
                 }
-                pages.push(PageSample { region: *region, page, state, huge, digest, active, node });
+                pages.push(PageSample { region: *region, page, state, huge, digest, active, lone, node });
             });
             if let Err(error) = result {
                 self.failed.push((process.pid(), error));

@@ -202,7 +202,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("regions[].mapping, regions[].file", "The mapping's kind: heap, stack, anonymous, guest memory or file copy; its name"),
             ("regions[].kind, regions[].level, regions[].age_seconds", "The region's kind; its level, from 1; for how long it has been known"),
             ("regions[].duplicate_ratio, regions[].duplicate_range, regions[].exact", "Share of duplicates, 0 to 1; the 95 % range of that share; whether the whole region was read"),
-            ("regions[].cow_ratio", "Share of its merged pages that would be written within two hours and then hold the same content again"),
+            ("regions[].cow_ratio", "Share of it that is left alone for now, because its program wrote merged pages too soon for the merges to pay"),
             ("regions[].marked_bytes, regions[].expected_bytes", "The region's resident memory that is marked; the duplicates expected there"),
             ("regions[].next, regions[].wait_seconds, regions[].sentence", "The next step: sample, read, mark, merge, watch, wait or nothing; the longest wait until then; the same as a sentence"),
             ("regions[].since_seconds", "How long ago that next step was decided"),

@@ -195,15 +195,15 @@ fn huge_pages_come_back_where_merges_do_not_last() {
         return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
-    // They rewrite their memory slowly.
-    let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000", None);
+    // They come back to each page after ten seconds.
+    let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=rewrite pause-us=800", None);
     let pids = pids(&shufflers);
     let huge_mib =
         || pids.iter().map(|pid| kib(&format!("/proc/{pid}/smaps_rollup"), "AnonHugePages")).sum::<u64>() >> 10;
     let before = huge_mib();
     assert!(before > 48, "{before} MiB in huge pages");
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
+    wait_until("most of it is merged", || pids.iter().all(|&pid| merged_pages(pid) > 8_000));
     let split = huge_mib();
     assert!(split < before / 4, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
@@ -330,25 +330,24 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // They rewrite their memory slowly, so that this uses little of the headroom.
-    let mut shufflers = start(2, "regions=3 share=100 ops=check,rewrite pause-us=4000", Some(&limited));
+    // They come back to each page after ten seconds. Even if they write all, there's headroom for that.
+    let settings = "mib=24 regions=2 share=100 ops=rewrite pause-us=1600";
+    let mut shufflers = start(2, settings, Some(&limited));
     let pids = pids(&shufflers);
+    let marked = || pids.iter().map(|&pid| marks(pid).marked).sum::<u64>();
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
-    // Leave headroom for the pages that they rewrite until ksmd's next scan.
-    limited.limit(limited.usage() + MARGIN + 4 * MIB);
+    wait_until("most of it is merged", || pids.iter().all(|&pid| merged_pages(pid) > 4_500));
+    limited.limit(limited.usage() + MARGIN);
+    let before = marked();
     let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
     wait_until_well(&mut shufflers, "it is classified as COW-broken", is_cow_broken);
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
-    let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();
-    println!("COW-broken, and {kept} pages stay merged");
-    assert!(kept > 15_000);
+    println!("COW-broken, and {} of {} MiB stay marked", marked() / MIB, before / MIB);
+    assert!(marked() + 8 * MIB > before);
     // Once there's headroom, the memory is unmarked.
     limited.unlimited();
-    let marked = || pids.iter().map(|&pid| marks(pid).marked).sum::<u64>();
-    let before = marked();
-    wait_until("a mapping of 16 MiB is unmarked", || marked() + 15 * MIB < before);
+    wait_until("most is unmarked", || marked() < before / 2);
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     daemon.stop();
     finish(&ksm, shufflers, broken);

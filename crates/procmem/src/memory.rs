@@ -70,6 +70,8 @@ pub struct PageView<'a> {
     pub huge: bool,
     /// Private and active; false unless [`ReadHow::activity`] is set.
     pub active: bool,
+    /// Private, but merged until nobody else mapped it; false unless [`ReadHow::activity`] is set.
+    pub lone: bool,
     /// Frame number: pages with equal numbers are the same memory.
     pub frame: Option<u64>,
     /// Contents of private pages, and of merged and shared pages as [`ReadHow::contents`] requests.

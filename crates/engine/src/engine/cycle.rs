@@ -86,9 +86,10 @@ impl Engine {
         if !self.spending.paused {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
-            if self.snapshot.nodes.len() > 1 {
-                plan.activity = self.keys_among(&plan.runs, Region::shows_activity);
-            }
+            let has_nodes = self.snapshot.nodes.len() > 1;
+            let is_observed = |region: &Region| self.plan.visiting && region.usage.cow_breaks.observed() > 0;
+            let wants_flags = |region: &Region| is_observed(region) || has_nodes && region.shows_activity();
+            plan.activity = self.keys_among(&plan.runs, wants_flags);
             plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
             self.plan_inspection(&mut plan);
         }
@@ -116,7 +117,7 @@ impl Engine {
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.plan.reading.new_round {
             self.end_round();
-            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
+            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, pace, &self.config);
         }
         self.planner().actions(self)
     }

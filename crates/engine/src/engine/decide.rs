@@ -9,7 +9,7 @@ use crate::host::RegionView;
 use crate::region::{LeaveAlone, Region};
 use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
-use crate::units::{Pages, Permyriad};
+use crate::units::Pages;
 
 /// We decide on this many regions in each cycle.
 const DECIDED_EACH_CYCLE: usize = 1 << 13;
@@ -54,7 +54,7 @@ impl Engine {
     fn kind(&self, region: &Region, estimate: &Estimate) -> Kind {
         let threshold = self.config.threshold().fraction();
         let is_cow_broken = region.hold.reason() == Some(LeaveAlone::CowBroken);
-        if is_cow_broken || region.survey.is_volatile(&self.config) {
+        if is_cow_broken || self.is_resting(region) || region.survey.is_volatile(&self.config) {
             return Kind::CowBroken;
         }
         if region.age.is_young() {
@@ -68,6 +68,11 @@ impl Engine {
             return Kind::Sparse;
         }
         Kind::Unknown
+    }
+
+    /// Whether most of a region rests.
+    fn is_resting(&self, region: &Region) -> bool {
+        self.config.filters_cow_breaks() && region.resting() >= self.config.cow_threshold
     }
 
     /// What happens to a region next. Weighing the evidence takes longest, so we only do it where it matters.
@@ -86,6 +91,10 @@ impl Engine {
         if let Some(cursor) = region.life.cursor() {
             let read = Pages(cursor.0.saturating_sub(region.view.first.0));
             return Decision::new(Verb::Read, Reason::BeingRead(read));
+        }
+        if self.is_resting(region) {
+            let until_ns = region.usage.cow_breaks.resting().map(|(_, until_ns)| until_ns).max();
+            return Decision::new(Verb::Wait, Reason::CowBroken(region.resting())).until(until_ns.unwrap_or(now_ns));
         }
         let matures_ns = matures_ns(region, self.pace(), &self.config);
         if matures_ns > now_ns && self.evidence(region, sampled).kind == Kind::ShortLived {
@@ -156,10 +165,7 @@ impl Engine {
 /// Why we leave a region alone for a time, if we do.
 fn held_for(region: &Region) -> Option<Reason> {
     match region.hold.reason()? {
-        LeaveAlone::CowBroken => {
-            let ratio = region.usage.cow_breaks.ratio;
-            Some(if ratio > Permyriad(0) { Reason::CowBroken(ratio) } else { Reason::Volatile })
-        }
+        LeaveAlone::CowBroken => Some(Reason::Volatile),
         LeaveAlone::TakenBack => Some(Reason::TakenBack),
         LeaveAlone::Relieved => Some(Reason::Relieved),
         LeaveAlone::Unmerged => Some(Reason::Unmerged),

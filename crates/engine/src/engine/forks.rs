@@ -180,8 +180,7 @@ impl Engine {
                 if !relative.hold.may_mark(self.snapshot.now_ns) {
                     return None;
                 }
-                let is_left_alone =
-                    page != named && !relative.may_be_named(named.page, self.snapshot.now_ns, &self.config);
+                let is_left_alone = page != named && !relative.may_be_named(named.page, self.snapshot.now_ns);
                 if relative.holds(page.region, page.page) && !is_left_alone {
                     pages.push(page);
                 }

@@ -89,7 +89,7 @@ impl Engine {
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
-            if !self.ksmd.marker.is_unmarking() {
+            if !self.ksmd.marker.is_giving_room() {
                 self.room.relief.begin(view, over, &self.table, *now_ns);
             }
         }

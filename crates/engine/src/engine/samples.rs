@@ -5,6 +5,7 @@ use crate::hash::Digest;
 use crate::host::{PageSample, PageState, Samples};
 use crate::index::{Location, Occurrences};
 use crate::region::Event;
+use crate::units::Vpn;
 
 impl Engine {
     pub(super) fn record_samples(&mut self, samples: &Samples) {
@@ -21,6 +22,11 @@ impl Engine {
             if sample.active && region.shows_activity() {
                 region.usage.active.insert(sample.page);
             }
+            if sample.lone {
+                // Others wrote the page, not this process.
+                region.usage.cow_breaks.forget_page(sample.page);
+                region.usage.merged.remove(sample.page);
+            }
             if sample.node.is_some() {
                 self.placer.record_node(region.view.owner, &sample);
             }
@@ -35,20 +41,24 @@ impl Engine {
     }
 
     fn record_sample(&mut self, slot: u32, sample: &PageSample) {
-        let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return };
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
+        if sample.state == PageState::Shared {
+            // Whether it was written before the fork, we can't tell.
+            region.usage.cow_breaks.forget_page(sample.page);
+        }
         let duplicate = match sample.state {
             PageState::Absent => {
-                // The program gave this page back, so it isn't broken.
-                region.usage.cow_breaks.record_unmerged(sample.page, now_ns, None);
+                region.usage.cow_breaks.forget_page(sample.page);
                 return;
             }
             PageState::ZeroMapped => {
-                // KSM merges zeros with the zero page.
-                if self.plan.visiting {
-                    region.usage.cow_breaks.record_merged(sample.page, now_ns, Digest::ZERO);
+                // KSM merges zeros with the zero page. Pages that were never written are mapped there, too.
+                if region.usage.own.contains(sample.page) {
+                    self.observe_merged(slot, sample.page, Digest::ZERO);
+                } else {
+                    region.usage.cow_breaks.forget_page(sample.page);
                 }
                 return;
             }
@@ -58,6 +68,19 @@ impl Engine {
         };
         if examined {
             self.count_in_extent(slot, sample, duplicate);
+        }
+    }
+
+    /// Observes how long a merged page lasts. ksmd has merged nothing since it began to rest. Only pages in our marks
+    /// matter, or on request pages that have been written.
+    fn observe_merged(&mut self, slot: u32, page: Vpn, digest: Digest) {
+        let now_ns = self.snapshot.now_ns;
+        let by_marks = self.carrier().by_marks;
+        let idle_ns = if by_marks { self.ksmd.scheduler.idle_ns(now_ns) } else { 0 };
+        let Some(region) = self.table.get_mut(slot).filter(|_| self.plan.visiting) else { return };
+        let matters = if by_marks { region.marks.contains(page) } else { region.usage.written.contains(page) };
+        if matters {
+            region.usage.cow_breaks.record_merged(page, now_ns.saturating_sub(idle_ns), now_ns, digest);
         }
     }
 
@@ -78,10 +101,8 @@ impl Engine {
     /// Records a page that KSM has merged. Only one copy exists, but we index its content anyway, because other pages
     /// may come to hold it, too. Returns whether it counts as a duplicate.
     fn record_merged(&mut self, slot: u32, sample: &PageSample, examined: bool) -> bool {
+        self.observe_merged(slot, sample.page, sample.digest);
         let Some(region) = self.table.get_mut(slot) else { return false };
-        if self.plan.visiting {
-            region.usage.cow_breaks.record_merged(sample.page, self.snapshot.now_ns, sample.digest);
-        }
         region.marks.samples.sampled += u64::from(!examined);
         if sample.digest != Digest::ZERO {
             let seen = self.look_up(slot, sample);
@@ -103,6 +124,7 @@ impl Engine {
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
         let Some(region) = self.table.get_mut(slot) else { return false };
+        region.usage.cow_breaks.record_written(sample.page, now_ns);
         if !examined && region.life.is_judged() {
             region.survey.record_renewal(duplicate);
         }
@@ -112,7 +134,6 @@ impl Engine {
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);
-            region.usage.cow_breaks.record_unmerged(sample.page, now_ns, duplicate.then_some(sample.digest));
         } else {
             let tally = &mut region.survey.tally;
             tally.sampled += 1;
@@ -158,6 +179,7 @@ impl Engine {
     /// Credits the page where we first saw a content with its first copy.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
+        let by_marks = self.carrier().by_marks;
         let Some(region) = self.table.get_mut(first.slot) else { return };
         let page = region.page_at(first.offset);
         if region.is_marked(page) {
@@ -167,7 +189,9 @@ impl Engine {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
                 // Entries may be out of date, so we never count more than there is.
                 extent.duplicate = (extent.duplicate + 1).min(extent.resident);
-                region.life.advance(Event::Reopen);
+                if by_marks {
+                    region.life.advance(Event::Reopen);
+                }
             }
         } else if region.life.is_surveyed() {
             region.survey.tally.found += 1;

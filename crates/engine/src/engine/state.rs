@@ -169,7 +169,7 @@ fn regions(engine: &Engine) -> Vec<RegionState> {
 
 fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
     let evidence = engine.evidence(region, sampled);
-    let cow_ratio = region.usage.cow_breaks.ratio;
+    let cow_ratio = region.resting();
     let marks = region.marks.counts();
     let mut other = Pages(0);
     for mark in &region.marks.spans {

@@ -1,104 +1,155 @@
-//! Finds COW-broken pages without a hook in the page fault handler: pages that we saw merged, and that aren't merged
-//! any more when we visit them again.
+//! Finds memory where merges don't pay, because programs soon write the merged pages, without a hook in the page fault
+//! handler: we look at single merged pages again and again.
 //!
-//! UKSM compares a round's copy-on-write faults with its merges (section 5.2). It looks for memory where merges don't
-//! last because programs keep writing the same content: if we merge such a page again, it breaks again. So we only
-//! count these pages. A page that gets another content isn't a duplicate any more, or becomes a duplicate of something
-//! else, as when a program frees and reuses memory.
+//! UKSM calls memory COW-broken if half of its merges of a round are undone (section 5.2), and we do so before we merge
+//! anything ([`Survey::is_volatile`](crate::region::Survey::is_volatile)). What we've merged is judged by cost
+//! ([`breaks_cost_ns`]), extent by extent: a program that keeps rewriting its data doesn't touch the zeros of the heap
+//! around it. `n` breaks may be `2 * sqrt(n)` too many by chance, so four are no evidence.
 //!
-//! Rates are small: if one page in five thousand breaks per second, half of a region's merges are undone within the
-//! hour. We observe single pages all over the region, and visit them repeatedly.
-//!
-//! A break tells us about its own page and about pages like it, not about the rest of the region: a program that keeps
-//! rewriting its data doesn't touch the zeros of the heap around it. So we judge pages in groups. Pages with the same
-//! content form one group wherever they are, because a program that fills memory with one content mostly rewrites all
-//! of it. All other pages of an extent form another group.
+//! With ksmd an extent that doesn't pay is unmarked. On request only its pages that have been written rest, as the
+//! others are still merged; so only breaks of such pages count there. After a rest we try again for as long, on request
+//! with few of these pages. If that doesn't pay, the extent rests for twice as long.
 
 use crate::hash::Digest;
-use crate::units::{Permyriad, Vpn, whole};
-use rustc_hash::FxHashMap;
-use std::collections::{BTreeMap, VecDeque};
+use crate::marking::profit::{breaks_cost_ns, saved_worth_ns};
+use crate::random::mix;
+use crate::region::hold::rest_ns;
+use crate::units::{EXTENT_PAGES, Vpn};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// We observe at most this many pages in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// We extrapolate once we've seen this many breaks.
-const BREAKS_MIN: u64 = 16;
-/// We keep this many ended observations, so new breaks replace old ones. If a program writes all over a block at
-/// random, we must see its writes in half of the block's extents.
-const ENDS_MAX: usize = 1_024;
+/// How long we remember what we saw, nanoseconds: half of it is forgotten each time. No page counts as merged for
+/// longer at once, so that we notice if a program changes its ways.
+const MEMORY_NS: u64 = 600_000_000_000;
+/// On request we try one in so many of the written pages after a rest.
+const TRIED_PART: u64 = 8;
 
-/// Observed breaks of a region's merged pages.
+/// Observed breaks of a region's merged pages, and the extents where we leave pages alone because of them.
 #[derive(Clone, Debug, Default)]
 pub struct CowBreaks {
     /// Pages under observation.
     probes: BTreeMap<Vpn, Probe>,
     /// We look up the next page to visit from here.
     next: Vpn,
-    /// The last observations that ended, because the page isn't merged any more.
-    ends: VecDeque<End>,
-    /// We count breaks only from this time on, nanoseconds. If `ends` is full, we drop the oldest, and this becomes its
-    /// time.
-    since_ns: u64,
-    /// The COW-broken ratio when we last computed it.
-    pub ratio: Permyriad,
+    /// Observations that have ended, by extent.
+    ended: BTreeMap<u64, BreakTally>,
+    /// Extents with breaks since we last judged them. A verdict only gets worse with a break.
+    broken: BTreeSet<u64>,
+    /// When we last forgot half of them, nanoseconds.
+    forgot_ns: u64,
+    /// Extents that rest, or that we try again after a rest.
+    rests: BTreeMap<u64, Rest>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// When we first found it merged with this content, and when last, nanoseconds.
+    /// Since when it has been merged with this content, when we first found it so, and when last, nanoseconds.
+    since_ns: u64,
     first_ns: u64,
     last_ns: u64,
     /// 32 bits of its content's digest, enough to notice a change.
     fingerprint: u32,
 }
 
-/// An observation that has ended.
-#[derive(Clone, Copy, Debug)]
-struct End {
-    page: Vpn,
-    fingerprint: u32,
-    at_ns: u64,
-    /// How long the page had stayed merged, nanoseconds.
+impl Probe {
+    fn merged_ns(&self, until_ns: u64) -> u64 {
+        until_ns.saturating_sub(self.since_ns).min(MEMORY_NS)
+    }
+}
+
+/// How long pages stayed merged, and how often programs wrote them then.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BreakTally {
     merged_ns: u64,
-    /// Whether the page has the same content as before, so that we could merge it again.
-    rewritten: bool,
+    breaks: u64,
+    /// How many of the breaks were of zeros.
+    zeros: u64,
+}
+
+impl BreakTally {
+    /// Whether its breaks certainly cost more than what it saves is worth.
+    fn is_loss(&self, price_ns: u64) -> bool {
+        let breaks = self.breaks as f64;
+        let certain = (breaks - 2.0 * breaks.sqrt()).max(0.0) / breaks.max(1.0);
+        certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
+    }
+
+    /// How long a page stays merged, nanoseconds.
+    pub fn lasts_ns(&self) -> u64 {
+        self.merged_ns / self.breaks.max(1)
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.merged_ns += other.merged_ns;
+        self.breaks += other.breaks;
+        self.zeros += other.zeros;
+    }
+}
+
+/// An extent that we leave alone for a time, and then try for as long.
+#[derive(Clone, Copy, Debug)]
+struct Rest {
+    /// When the rest ends, or the trial after it, nanoseconds.
+    until_ns: u64,
+    /// How often in a row it has rested.
+    times: u32,
+    is_over: bool,
 }
 
 impl CowBreaks {
-    /// Records a merged page.
-    pub fn record_merged(&mut self, page: Vpn, now_ns: u64, digest: Digest) {
-        let found = Probe { first_ns: now_ns, last_ns: now_ns, fingerprint: digest.fingerprint() };
-        if let Some(probe) = self.probes.get_mut(&page) {
-            if probe.fingerprint == found.fingerprint {
+    /// Records a page that has been merged since a time. Where it rests it isn't merged for long: we unmark it.
+    pub fn record_merged(&mut self, page: Vpn, since_ns: u64, now_ns: u64, digest: Digest) {
+        if self.is_resting(page) {
+            return;
+        }
+        let found = Probe { since_ns, first_ns: now_ns, last_ns: now_ns, fingerprint: digest.fingerprint() };
+        match self.probes.get_mut(&page) {
+            Some(probe) if probe.fingerprint == found.fingerprint => {
                 probe.last_ns = now_ns;
-            } else {
-                *probe = found;
+                if now_ns >= probe.first_ns + MEMORY_NS {
+                    // It lasts. We observe another in its place.
+                    self.probes.remove(&page);
+                    self.ended.entry(page.extent()).or_default().merged_ns += MEMORY_NS;
+                }
+                return;
             }
-        } else if self.has_room() {
+            // A page that has been given back maps the zero page, too, once it's read.
+            Some(_) if digest == Digest::ZERO => self.forget_page(page),
+            // It was written and merged again since.
+            Some(_) => self.record_written(page, now_ns),
+            None => {}
+        }
+        if self.has_room() {
             self.probes.insert(page, found);
         }
     }
 
-    /// Records an unmerged page, with its digest if it's a duplicate.
-    pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64, duplicate: Option<Digest>) {
+    /// Records a page that isn't merged: if it was, its program has written it.
+    pub fn record_written(&mut self, page: Vpn, now_ns: u64) {
         let Some(probe) = self.probes.remove(&page) else { return };
-        // The program wrote the page at some time since our last visit. We take the middle.
-        let written_ns = probe.last_ns.midpoint(now_ns);
-        if self.ends.len() >= ENDS_MAX {
-            self.since_ns = self.ends.pop_front().map_or(0, |oldest| oldest.at_ns);
-        }
-        self.ends.push_back(End {
-            page,
-            fingerprint: probe.fingerprint,
-            at_ns: now_ns,
-            merged_ns: written_ns.saturating_sub(probe.first_ns.max(self.since_ns)),
-            rewritten: duplicate.is_some_and(|digest| digest.fingerprint() == probe.fingerprint),
-        });
+        let is_zero = probe.fingerprint == Digest::ZERO.fingerprint();
+        // It was written at some time since our last visit. We take the middle.
+        let merged_ns = probe.merged_ns(probe.last_ns.midpoint(now_ns));
+        let ended = BreakTally { merged_ns, breaks: 1, zeros: u64::from(is_zero) };
+        self.ended.entry(page.extent()).or_default().add(&ended);
+        self.broken.insert(page.extent());
+    }
+
+    /// Stops observing a page without a break, as when its program has given it back.
+    pub fn forget_page(&mut self, page: Vpn) {
+        self.probes.remove(&page);
     }
 
     /// Whether we can observe more pages.
     pub fn has_room(&self) -> bool {
         self.probes.len() < PROBES_MAX
+    }
+
+    /// How many pages we observe.
+    pub fn observed(&self) -> usize {
+        self.probes.len()
     }
 
     /// The next observed page to visit. We visit each page once before we visit any twice.
@@ -109,33 +160,103 @@ impl CowBreaks {
         Some(page)
     }
 
-    /// Whether a program wrote any page with its old content.
-    pub fn any(&self) -> bool {
-        self.ends.iter().any(|end| end.rewritten)
+    /// Runs of extents that have been written since the last call, and where breaks cost more than what they save is
+    /// worth, if a saved page is worth `price_ns` an hour. `whole`: these extents are judged as one.
+    pub fn losses(&mut self, now_ns: u64, price_ns: u64, whole: Option<Range<u64>>) -> Vec<(Range<u64>, BreakTally)> {
+        if now_ns >= self.forgot_ns + MEMORY_NS {
+            self.forgot_ns = now_ns;
+            self.ended.retain(|_, tally| {
+                *tally =
+                    BreakTally { merged_ns: tally.merged_ns / 2, breaks: tally.breaks / 2, zeros: tally.zeros / 2 };
+                tally.merged_ns > 0
+            });
+        }
+        let mut losses: Vec<(Range<u64>, BreakTally)> = Vec::new();
+        let broken = std::mem::take(&mut self.broken);
+        if let Some(extents) = whole {
+            let tally = self.tally(extents.clone());
+            if !broken.is_empty() && tally.is_loss(price_ns) {
+                losses.push((extents, tally));
+            }
+            return losses;
+        }
+        for extent in broken {
+            let tally = self.tally(extent..extent + 1);
+            if !tally.is_loss(price_ns) {
+                continue;
+            }
+            match losses.last_mut() {
+                Some((last, sum)) if last.end == extent => {
+                    last.end += 1;
+                    sum.add(&tally);
+                }
+                _ => losses.push((extent..extent + 1, tally)),
+            }
+        }
+        losses
     }
 
-    /// How long pages stayed merged and how often programs rewrote them, by group.
-    pub fn tally(&self) -> BreakTally {
-        // For each content, the only page that has it, or none if several have it.
-        let mut only_page: FxHashMap<u32, Option<Vpn>> = FxHashMap::default();
-        let probed = self.probes.iter().map(|(&page, probe)| (page, probe.fingerprint));
-        for (page, fingerprint) in probed.chain(self.ends.iter().map(|end| (end.page, end.fingerprint))) {
-            let only = only_page.entry(fingerprint).or_insert(Some(page));
-            *only = only.filter(|&known| known == page);
+    /// What we've seen in some extents.
+    fn tally(&self, extents: Range<u64>) -> BreakTally {
+        let mut sum = BreakTally::default();
+        for tally in self.ended.range(extents.clone()) {
+            sum.add(tally.1);
         }
-        let mut tally = BreakTally::default();
-        for (&page, probe) in &self.probes {
-            let merged_ns = probe.last_ns.saturating_sub(probe.first_ns.max(self.since_ns));
-            let group = Group::of(page, probe.fingerprint, &only_page);
-            tally.groups.entry(group).or_default().merged_s += seconds(merged_ns);
+        for (_, probe) in self.probes.range(pages_of(extents)) {
+            sum.merged_ns += probe.merged_ns(probe.last_ns);
         }
-        for end in &self.ends {
-            let group = Group::of(end.page, end.fingerprint, &only_page);
-            let group = tally.groups.entry(group).or_default();
-            group.merged_s += seconds(end.merged_ns);
-            group.rewritten += u64::from(end.rewritten);
+        sum
+    }
+
+    /// Lets extents rest, and forgets what we saw there.
+    pub fn rest(&mut self, extents: Range<u64>, now_ns: u64) {
+        let pages = pages_of(extents.clone());
+        self.probes.retain(|page, _| !pages.contains(page));
+        for extent in extents {
+            self.ended.remove(&extent);
+            let times = self.rests.get(&extent).map_or(0, |rest| rest.times + 1);
+            self.rests.insert(extent, Rest { until_ns: now_ns + rest_ns(times), times, is_over: false });
         }
-        tally
+    }
+
+    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended.
+    pub fn end_rests(&mut self, now_ns: u64) -> bool {
+        self.rests.retain(|_, rest| !rest.is_over || now_ns < rest.until_ns);
+        let mut any = false;
+        for rest in self.rests.values_mut().filter(|rest| !rest.is_over && now_ns >= rest.until_ns) {
+            *rest = Rest { until_ns: now_ns + rest_ns(rest.times), is_over: true, ..*rest };
+            any = true;
+        }
+        any
+    }
+
+    /// The extents that rest, and when each goes on.
+    pub fn resting(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.rests.iter().filter(|(_, rest)| !rest.is_over).map(|(&extent, rest)| (extent, rest.until_ns))
+    }
+
+    fn is_resting(&self, page: Vpn) -> bool {
+        self.rests.get(&page.extent()).is_some_and(|rest| !rest.is_over)
+    }
+
+    /// Whether we leave a page that has been written alone: it rests, or others are tried.
+    pub fn rests(&self, page: Vpn) -> bool {
+        self.rests.get(&page.extent()).is_some_and(|rest| !rest.is_over || mix(page.0) % TRIED_PART > 0)
+    }
+
+    /// Forgets everything outside of these pages: the region has shrunk.
+    pub fn keep_only(&mut self, pages: Range<Vpn>) {
+        let extents = pages.start.extent()..pages.end.0.div_ceil(EXTENT_PAGES);
+        self.probes.retain(|page, _| pages.contains(page));
+        self.ended.retain(|extent, _| extents.contains(extent));
+        self.broken.retain(|extent| extents.contains(extent));
+        self.rests.retain(|extent, _| extents.contains(extent));
+    }
+
+    /// Breaks in a million seconds of a merged page.
+    pub fn rate(&self) -> u64 {
+        let all = self.tally(0..u64::MAX / EXTENT_PAGES);
+        all.breaks * 1_000_000 / (all.merged_ns / 1_000_000_000).max(1)
     }
 
     /// Stops observing all pages, because they're no longer merged. Their breaks still count.
@@ -144,221 +265,194 @@ impl CowBreaks {
     }
 }
 
-/// Pages that are likely to be rewritten together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Group {
-    /// Pages with the same content, by its fingerprint.
-    Content(u32),
-    /// Pages of an extent with contents that we observe on no other page.
-    Extent(u64),
-}
-
-impl Group {
-    /// The group of a page with this content, if we know for each content the only page that has it.
-    fn of(page: Vpn, fingerprint: u32, only_page: &FxHashMap<u32, Option<Vpn>>) -> Self {
-        match only_page[&fingerprint] {
-            Some(_) => Self::Extent(page.extent()),
-            None => Self::Content(fingerprint),
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct GroupTally {
-    /// The time that pages stayed merged, page seconds.
-    merged_s: f64,
-    /// How many pages were written with their old content.
-    rewritten: u64,
-}
-
-/// Breaks and the time that pages stayed merged, by group.
-#[derive(Clone, Debug, Default)]
-pub struct BreakTally {
-    groups: FxHashMap<Group, GroupTally>,
-}
-
-impl BreakTally {
-    /// Adds another region's breaks: we judge the blocks of one mapping together as well.
-    pub fn add(&mut self, other: &Self) {
-        for (&group, tally) in &other.groups {
-            let sum = self.groups.entry(group).or_default();
-            sum.merged_s += tally.merged_s;
-            sum.rewritten += tally.rewritten;
-        }
-    }
-
-    /// The COW-broken ratio: the share of merged pages that programs would write with their old content within
-    /// `horizon_ns`. Each break stands for one page of its group that doesn't stay merged that long.
-    pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
-        let mut rewritten = 0;
-        let mut merged_s = 0.0;
-        let mut broken_s = 0.0;
-        for group in self.groups.values() {
-            rewritten += group.rewritten;
-            merged_s += group.merged_s;
-            broken_s += group.merged_s.min(group.rewritten as f64 * seconds(horizon_ns));
-        }
-        if rewritten < BREAKS_MIN {
-            return Permyriad(0);
-        }
-        let share = if merged_s > 0.0 { broken_s / merged_s } else { 0.0 };
-        Permyriad(u32::try_from(whole(share * 10_000.0)).unwrap_or(10_000))
-    }
-}
-
-fn seconds(ns: u64) -> f64 {
-    ns as f64 / 1e9
+fn pages_of(extents: Range<u64>) -> Range<Vpn> {
+    Vpn(extents.start * EXTENT_PAGES)..Vpn(extents.end * EXTENT_PAGES)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::governor::Governor;
     use crate::units::EXTENT_PAGES;
 
     const S: u64 = 1_000_000_000;
+    const DATA: Digest = Digest(7 << 16);
 
-    const SAME: Digest = Digest(7 << 16);
-    const OTHER: Digest = Digest(8 << 16);
-
-    /// A content that no other page has.
-    fn own(page: Vpn) -> Digest {
-        Digest((100 + page.0) << 16)
+    /// The price of the governor `full`: a page must last for 45 s, a page of zeros for 36 s.
+    fn price_ns() -> u64 {
+        Governor::Full.pace().price_ns
     }
 
-    /// How we find a page.
-    #[derive(Clone, Copy)]
-    enum Found {
-        Merged(Digest),
-        Unmerged(Option<Digest>),
-    }
-
-    /// Visits a thousand pages, spread over 125 extents, every ten seconds. `found` gets the round and the page's
-    /// number.
-    fn observe(rounds: u64, found: impl Fn(u64, u64, Vpn) -> Found) -> CowBreaks {
-        let mut breaks = CowBreaks::default();
-        for round in 0..rounds {
-            for number in 0..1_000 {
-                let page = Vpn(number * EXTENT_PAGES / 8);
-                match found(round, number, page) {
-                    Found::Unmerged(duplicate) => breaks.record_unmerged(page, round * 10 * S, duplicate),
-                    Found::Merged(digest) => breaks.record_merged(page, round * 10 * S, digest),
+    /// Merges the first pages of extents, and breaks them after some seconds, so many times in turn.
+    fn written(breaks: &mut CowBreaks, extents: &[u64], pages: u64, every_s: u64, times: u64, digest: Digest) {
+        for time in 0..times {
+            for extent in extents {
+                for page in extent * EXTENT_PAGES..extent * EXTENT_PAGES + pages {
+                    let from_ns = time * every_s * S;
+                    breaks.record_merged(Vpn(page), from_ns, from_ns, digest);
+                    // Seen at the moment of the write.
+                    breaks.record_merged(Vpn(page), from_ns, from_ns + every_s * S, digest);
+                    breaks.record_written(Vpn(page), from_ns + every_s * S);
                 }
             }
         }
-        breaks
     }
 
-    fn ratio(breaks: &CowBreaks, hours: u64) -> Permyriad {
-        breaks.tally().ratio(hours * 3_600 * S)
-    }
-
-    #[test]
-    fn the_ratio_extrapolates_breaks_to_the_horizon() {
-        // One page per round is rewritten: a ten-thousandth of the pages per second, 36 % per hour.
-        let breaks = observe(25, |round, number, _| match round {
-            1.. if number == round * 30 => Found::Unmerged(Some(SAME)),
-            _ => Found::Merged(SAME),
-        });
-        let share = ratio(&breaks, 1);
-        assert!((2_900..4_400).contains(&share.0), "{share}");
-        assert_eq!(ratio(&breaks, 10), Permyriad(10_000));
+    /// The extents that don't pay, each judged by itself.
+    fn losses(breaks: &mut CowBreaks) -> Vec<u64> {
+        breaks.losses(0, price_ns(), None).into_iter().flat_map(|(extents, _)| extents).collect()
     }
 
     #[test]
-    fn fewer_than_sixteen_breaks_are_not_extrapolated() {
-        for (breaks, share) in [(15, Permyriad(0)), (16, Permyriad(10_000))] {
-            let breaks = observe(3, |round, number, _| match round {
-                1 if number < breaks => Found::Unmerged(Some(SAME)),
-                _ => Found::Merged(SAME),
-            });
-            assert_eq!(ratio(&breaks, 1_000), share);
+    fn merges_pay_if_pages_last_for_longer_than_their_breaks_cost() {
+        for (every_s, digest, is_loss) in
+            [(40, DATA, true), (50, DATA, false), (30, Digest::ZERO, true), (40, Digest::ZERO, false)]
+        {
+            let mut breaks = CowBreaks::default();
+            // So many that chance hardly matters.
+            written(&mut breaks, &[1], 500, every_s, 10, digest);
+            assert_eq!(losses(&mut breaks), Vec::from_iter(is_loss.then_some(1)), "every {every_s} s");
         }
     }
 
     #[test]
-    fn breaks_say_nothing_about_pages_of_another_content_elsewhere() {
-        // The first 200 pages, in 25 extents, are rewritten all the time. The others are zeros.
-        let beside_zeros = observe(50, |round, number, page| match round % 2 {
-            1 if number < 200 => Found::Unmerged(Some(own(page))),
-            _ if number < 200 => Found::Merged(own(page)),
-            _ => Found::Merged(Digest::ZERO),
-        });
-        let share = ratio(&beside_zeros, 1_000);
-        assert!((500..2_000).contains(&share.0), "{share}");
-        // The rewritten pages say nothing about other data either.
-        let beside_data = observe(50, |round, number, page| match round % 2 {
-            1 if number < 200 => Found::Unmerged(Some(own(page))),
-            _ => Found::Merged(own(page)),
-        });
-        let share = ratio(&beside_data, 1_000);
-        assert!((500..2_000).contains(&share.0), "{share}");
+    fn few_breaks_are_no_evidence() {
+        for (number, is_loss) in [(4, false), (5, true)] {
+            let mut breaks = CowBreaks::default();
+            written(&mut breaks, &[1], number, 1, 1, DATA);
+            assert_eq!(losses(&mut breaks), Vec::from_iter(is_loss.then_some(1)), "{number} breaks");
+        }
     }
 
     #[test]
-    fn pages_of_one_content_are_judged_together() {
-        // The writer has only got through the first eighth of one content.
-        let breaks = observe(20, |round, number, page| match round {
-            1.. if number / 6 == round => Found::Unmerged(Some(SAME)),
-            _ if number < 900 => Found::Merged(SAME),
-            _ => Found::Merged(own(page)),
-        });
-        let share = ratio(&breaks, 100);
-        assert!((8_900..9_200).contains(&share.0), "{share}");
-    }
-
-    #[test]
-    fn a_writer_at_random_is_seen_in_extent_after_extent() {
-        // Four pages a round, each in another extent.
-        let written = |rounds| {
-            observe(rounds, |round, number, page| match round {
-                1.. if number % 250 == (round * 7) % 250 => Found::Unmerged(Some(own(page))),
-                _ => Found::Merged(own(page)),
-            })
-        };
-        let share = ratio(&written(6), 100);
-        assert!((500..2_500).contains(&share.0), "{share}");
-        let share = ratio(&written(40), 100);
-        assert!(share > Permyriad(7_000), "{share}");
-    }
-
-    #[test]
-    fn old_breaks_are_forgotten() {
-        let mut breaks = observe(40, |round, _, page| match round % 2 {
-            1 => Found::Unmerged(Some(own(page))),
-            _ => Found::Merged(own(page)),
-        });
-        assert_eq!(ratio(&breaks, 1_000), Permyriad(10_000));
-        for at_s in (1_000..20_000).step_by(100) {
-            for number in 0..1_000 {
-                breaks.record_merged(Vpn(number * EXTENT_PAGES / 8), at_s * S, OTHER);
+    fn breaks_say_nothing_about_other_extents_unless_the_region_is_judged_whole() {
+        let mut breaks = CowBreaks::default();
+        written(&mut breaks, &[1, 3, 4], 100, 5, 2, DATA);
+        for page in 0..100 {
+            let page = Vpn(2 * EXTENT_PAGES + page);
+            breaks.record_merged(page, 0, 60 * S, Digest::ZERO);
+        }
+        let whole = Some(0..20);
+        let mut as_one = breaks.clone();
+        assert_eq!(losses(&mut breaks), [1, 3, 4]);
+        assert_eq!(losses(&mut breaks), [], "until they're written again");
+        assert_eq!(as_one.clone().losses(0, price_ns(), whole.clone())[0].0, 0..20);
+        for extent in 5..30 {
+            for page in 0..100 {
+                as_one.record_merged(Vpn(extent * EXTENT_PAGES + page), 0, 300 * S, Digest::ZERO);
             }
         }
-        assert!(ratio(&breaks, 1) < Permyriad(2_000));
-        assert!(breaks.ends.len() <= ENDS_MAX);
+        assert!(as_one.losses(0, price_ns(), whole).is_empty(), "all together pay");
     }
 
     #[test]
-    fn pages_whose_content_changes_are_not_cow_broken() {
-        for now in [None, Some(OTHER)] {
-            let breaks = observe(25, |round, number, _| match round {
-                1.. if number % 12 == round % 12 => Found::Unmerged(now),
-                _ => Found::Merged(SAME),
-            });
-            assert_eq!((ratio(&breaks, 10), breaks.any()), (Permyriad(0), false));
+    fn neighbouring_losses_are_one() {
+        let mut breaks = CowBreaks::default();
+        for extent in [1, 2, 4] {
+            written(&mut breaks, &[extent], 100, 4 + extent, 2, DATA);
         }
+        let found: Vec<_> = breaks.losses(0, price_ns(), None).into_iter().map(|(extents, _)| extents).collect();
+        assert_eq!(found, [1..3, 4..5]);
     }
 
     #[test]
-    fn the_blocks_of_a_mapping_are_judged_together() {
-        let quiet = observe(20, |_, _, _| Found::Merged(SAME));
-        let broken = observe(20, |round, number, _| match round {
-            1.. if number / 6 == round => Found::Unmerged(Some(SAME)),
-            _ => Found::Merged(SAME),
-        });
-        assert_eq!(ratio(&quiet, 100), Permyriad(0));
-        let mut both = quiet.tally();
-        both.add(&broken.tally());
-        assert_eq!(both.ratio(100 * 3_600 * S), Permyriad(10_000));
+    fn pages_that_stay_merged_outweigh_breaks_beside_them() {
+        let mut breaks = CowBreaks::default();
+        written(&mut breaks, &[1], 20, 5, 2, DATA);
+        for page in 100..200 {
+            breaks.record_merged(Vpn(EXTENT_PAGES + page), 0, 60 * S, DATA);
+        }
+        assert_eq!(losses(&mut breaks), []);
+    }
+
+    #[test]
+    fn a_program_that_changes_its_ways_is_noticed() {
+        let mut breaks = CowBreaks::default();
+        for page in 0..100 {
+            breaks.record_merged(Vpn(page), 0, 100_000 * S, DATA);
+            breaks.record_written(Vpn(page), 100_000 * S);
+        }
+        assert_eq!(losses(&mut breaks), []);
+        written(&mut breaks, &[0], 100, 5, 20, DATA);
+        assert_eq!(losses(&mut breaks), [0]);
+    }
+
+    #[test]
+    fn pages_given_back_are_not_broken_and_changed_ones_are() {
+        let mut breaks = CowBreaks::default();
+        for page in 0..100 {
+            breaks.record_merged(Vpn(page), 0, 0, DATA);
+            breaks.forget_page(Vpn(page));
+            breaks.record_written(Vpn(page), S);
+        }
+        for page in 0..100 {
+            breaks.record_merged(Vpn(page), 0, 0, DATA);
+            // Read after it was given back.
+            breaks.record_merged(Vpn(page), S, S, Digest::ZERO);
+        }
+        assert_eq!((losses(&mut breaks), breaks.rate()), (vec![], 0));
+        breaks.forget_pages();
+        for digest in [DATA, Digest(8 << 16)] {
+            (0..100).for_each(|page| breaks.record_merged(Vpn(page), S, S, digest));
+        }
+        assert_eq!(losses(&mut breaks), [0]);
+    }
+
+    #[test]
+    fn an_extent_rests_for_longer_each_time_and_is_tried_with_few_pages() {
+        let mut breaks = CowBreaks::default();
+        let named = |breaks: &CowBreaks| (0..512).filter(|&page| !breaks.rests(Vpn(page))).count();
+        let mut now_ns = 0;
+        for minutes in [5, 10, 20, 40, 60, 60] {
+            breaks.rest(0..1, now_ns);
+            assert_eq!((named(&breaks), breaks.rests(Vpn(512))), (0, false));
+            now_ns += minutes * 60 * S;
+            assert!(!breaks.end_rests(now_ns - 1) && breaks.end_rests(now_ns) && !breaks.end_rests(now_ns));
+            now_ns += minutes * 60 * S - 1;
+            assert!(!breaks.end_rests(now_ns));
+            assert!((40..90).contains(&named(&breaks)), "{} of 512", named(&breaks));
+            assert_eq!(breaks.resting().count(), 0);
+        }
+        assert!(!breaks.end_rests(now_ns + 1) && named(&breaks) == 512, "it has paid for as long as it rested");
+        breaks.rest(0..1, now_ns);
+        assert_eq!(breaks.resting().next(), Some((0, now_ns + 300 * S)), "it begins anew");
+        assert!(breaks.end_rests(now_ns + 100_000 * S), "however late we look");
+    }
+
+    #[test]
+    fn unmarking_what_rests_is_no_break() {
+        let mut breaks = CowBreaks::default();
+        breaks.rest(0..1, 0);
+        for page in 0..100 {
+            breaks.record_merged(Vpn(page), 0, S, DATA);
+            breaks.record_written(Vpn(page), 2 * S);
+        }
+        assert_eq!((breaks.observed(), breaks.rate()), (0, 0));
+    }
+
+    #[test]
+    fn what_a_region_loses_is_forgotten() {
+        let mut breaks = CowBreaks::default();
+        written(&mut breaks, &[1, 5], 100, 5, 2, DATA);
+        for extent in [2, 3, 6] {
+            breaks.rest(extent..extent + 1, 0);
+        }
+        for page in 0..200 {
+            breaks.record_merged(Vpn(4 * EXTENT_PAGES + page), 0, 0, DATA);
+        }
+        breaks.keep_only(Vpn(3 * EXTENT_PAGES)..Vpn(4 * EXTENT_PAGES + 100));
+        assert_eq!(breaks.observed(), 100);
+        assert_eq!(breaks.resting().map(|(extent, _)| extent).collect::<Vec<_>>(), [3]);
+        assert_eq!((losses(&mut breaks), breaks.rate()), (vec![], 0));
+    }
+
+    #[test]
+    fn pages_that_last_make_room_for_others() {
+        let mut breaks = CowBreaks::default();
+        for at_ns in [0, MEMORY_NS] {
+            (0..10_000).for_each(|page| breaks.record_merged(Vpn(page), at_ns, at_ns, DATA));
+            assert_eq!(breaks.has_room(), at_ns > 0 && breaks.observed() < PROBES_MAX);
+        }
     }
 
     #[test]
@@ -366,7 +460,7 @@ mod tests {
         let mut breaks = CowBreaks::default();
         assert_eq!(breaks.next_visit(), None);
         for page in [5, 1, 9] {
-            breaks.record_merged(Vpn(page), 0, SAME);
+            breaks.record_merged(Vpn(page), 0, 0, DATA);
         }
         let visits: Vec<_> = (0..7).filter_map(|_| breaks.next_visit()).map(|page| page.0).collect();
         assert_eq!(visits, [1, 5, 9, 1, 5, 9, 1]);

@@ -208,13 +208,21 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
     Some(Candidate::new(span.first, end, counts))
 }
 
-/// The parts of a span before `from` and from `to` on, which are the bounds of extents.
-pub fn around(extents: &Extents, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
+/// The parts of a span before `from` and from `to` on, which are the bounds of extents. Without extents, we assume that
+/// the span's pages are spread evenly.
+pub fn around(extents: Option<&Extents>, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
     let end = span.first + span.pages.0;
+    if to <= span.first || end <= from {
+        return vec![*span];
+    }
     let mut parts = Vec::new();
     for (low, high) in [(span.first, from), (to, end)] {
         if low < high {
-            let counts = counts_of(extents, low.extent()..high.0.div_ceil(EXTENT_PAGES));
+            let share = |pages: Pages| Pages(pages.0 * (high.0 - low.0) / span.pages.0);
+            let counts = match extents {
+                Some(extents) => counts_of(extents, low.extent()..high.0.div_ceil(EXTENT_PAGES)),
+                None => Counts { resident: share(span.resident), duplicate: share(span.duplicate) },
+            };
             parts.push(Candidate::new(low, high, counts));
         }
     }
@@ -265,12 +273,15 @@ mod tests {
         let all = extents(&[300, 400, 10, 500]);
         let span = Candidate { first: Vpn(100), pages: Pages(1_900), resident: Pages(2_048), duplicate: Pages(1_210) };
         let left = |from, to| {
-            let parts = around(&all, &span, Vpn(from), Vpn(to));
+            let parts = around(Some(&all), &span, Vpn(from), Vpn(to));
             parts.iter().map(|part| (part.first.0, part.pages.0, part.duplicate.0)).collect::<Vec<_>>()
         };
         assert_eq!(left(512, 1_024), [(100, 412, 300), (1_024, 976, 510)]);
         assert_eq!(left(100, 1_024), [(1_024, 976, 510)]);
         assert_eq!(left(100, 2_000), []);
+        let parts = around(None, &span, Vpn(512), Vpn(1_024));
+        let counts: Vec<_> = parts.iter().map(|part| (part.resident.0, part.duplicate.0)).collect();
+        assert_eq!(counts, [(444, 262), (1_052, 621)], "while we read it again");
     }
 
     #[test]

@@ -7,10 +7,9 @@ use crate::config::{Config, Only};
 use crate::governor::Pace;
 use crate::headroom::Headroom;
 use crate::host::{Change, ChangeResult, Marking, Outcome, RegionView, Span, Why};
-use crate::keys::{LimitKey, RegionKey};
+use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::limits::Allowance;
-use crate::marking::cow_breaks::{BreakTally, CowBreaks};
-use crate::marking::extents::{Candidate, Counts, around, beginning};
+use crate::marking::extents::{Candidate, Counts, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
@@ -20,6 +19,7 @@ use crate::reserve::Step;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
+use std::mem::discriminant;
 
 /// Marks wait at most this long for other regions that we're reading, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
@@ -51,15 +51,22 @@ pub struct Marker {
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
-    /// Spans to unmark, and when to go on with them.
-    unmarking: VecDeque<Change>,
-    next_unmark_ns: u64,
+    /// Spans to unmark. Where that gives memory to those who need it, it doesn't wait for what only costs time.
+    urgent: Unmarking,
+    broken: Unmarking,
     next_refresh_ns: u64,
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
     visited_broken: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
+}
+
+/// Spans to unmark, and when to go on with them.
+#[derive(Clone, Debug, Default)]
+struct Unmarking {
+    changes: VecDeque<Change>,
+    next_ns: u64,
 }
 
 /// The scan scheduler and the allowance that marks use up.
@@ -228,45 +235,61 @@ impl Marker {
         }
     }
 
-    /// Queues COW-broken spans for unmarking: merges there don't last, because the program writes the same content
-    /// again.
-    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, config: &Config) {
-        let horizon_ns = config.cow_horizon_ns;
-        // A writer that walks through a mapping is in one of its blocks at a time, so we judge the whole mapping as
-        // well.
-        let mut mappings: BTreeMap<_, BreakTally> = BTreeMap::new();
-        for region in table.iter().filter(|region| region.usage.cow_breaks.any()) {
-            mappings.entry(region.view.key).or_default();
+    /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their marks
+    /// for unmarking. What has rested is tried again. Regions wait for their last spans to be unmarked.
+    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) {
+        if !config.filters_cow_breaks() {
+            return;
         }
-        for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
-            if let Some(mapping) = mappings.get_mut(&region.view.key) {
-                let tally = region.usage.cow_breaks.tally();
-                region.usage.cow_breaks.ratio = tally.ratio(horizon_ns);
-                mapping.add(&tally);
-            }
-        }
-        for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
-            let breaks = &mut region.usage.cow_breaks;
-            let Some(mapping) = mappings.get(&region.view.key) else {
-                breaks.ratio = Permyriad(0);
-                continue;
-            };
-            breaks.ratio = breaks.ratio.max(mapping.ratio(horizon_ns));
-            if breaks.ratio < config.cow_threshold || !config.filters_cow_breaks() {
+        let by_marks = config.mechanism.carrier().by_marks;
+        let waiting = self.waiting();
+        let mut parts_of = parts_by_owner(table);
+        for region in table.iter_mut() {
+            let RegionView { key, first, .. } = region.view;
+            let last = waiting.range((key, Vpn(0))..(key, region.end())).next_back();
+            if last.is_some_and(|(_, &end)| end > first) {
                 continue;
             }
-            let why = Why::CowBroken { ratio: breaks.ratio };
-            for mark in &region.marks.spans {
-                self.unmarking.push_back(Change { span: span_of(region, mark), why });
+            if region.usage.cow_breaks.end_rests(now_ns) && by_marks {
+                region.life.advance(Event::Reopen);
             }
-            region.leave_until(now_ns + LEAVE_NS, LeaveAlone::CowBroken);
+            let whole = (by_marks && region.stays_whole()).then(|| region.extent_numbers());
+            for (extents, tally) in region.usage.cow_breaks.losses(now_ns, pace.price_ns, whole) {
+                let first = region.view.first.max(Vpn(extents.start * EXTENT_PAGES));
+                let end = region.end().min(Vpn(extents.end * EXTENT_PAGES));
+                if first >= end {
+                    continue;
+                }
+                if !region.marks.spans.is_empty() {
+                    let before = region.parts();
+                    let marks = std::mem::take(&mut region.marks.spans);
+                    region.marks.spans = region.beside(&marks, first, end);
+                    let parts = parts_of.entry(region.view.owner).or_default();
+                    let others = parts.saturating_sub(before);
+                    if region.parts() > before && others + region.parts() > config.spans_per_process {
+                        // Its mapping would be split too often, so these stay merged.
+                        region.marks.spans = marks;
+                        continue;
+                    }
+                    *parts = others + region.parts();
+                    let why = Why::CowBroken { lasts_ns: tally.lasts_ns() };
+                    self.queue_within(region.view.key, &marks, first, end, why);
+                }
+                region.usage.cow_breaks.rest(extents, now_ns);
+            }
         }
+    }
+
+    /// The ends of the spans to unmark, by their starts.
+    fn waiting(&self) -> BTreeMap<(RegionKey, Vpn), Vpn> {
+        let changes = self.urgent.changes.iter().chain(&self.broken.changes);
+        changes.map(|Change { span, .. }| ((span.region, span.first), span.first + span.pages.0)).collect()
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions with copies that `step` allows, we
     /// take the most written one, or else the one with the fewest duplicates for the pages that ksmd visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
-        if self.is_unmarking() {
+        if self.is_giving_room() {
             return;
         }
         let allowed = table.iter_mut().filter(|region| may_be_taken_back(region, step));
@@ -286,26 +309,28 @@ impl Marker {
         why: Why,
         reason: LeaveAlone,
     ) {
+        let key = region.view.key;
         let end = first + pages.0;
-        let spans = std::mem::take(&mut region.marks.spans);
-        if spans.is_empty() {
+        let kept = region.beside(&region.marks.spans, first, end);
+        if region.marks.spans.is_empty() {
             for page in first.0..end.0 {
                 region.usage.merged.remove(Vpn(page));
             }
-            self.queue(Span { region: region.view.key, first, pages }, why);
+            self.queue(Span { region: key, first, pages }, why);
         }
-        let mut kept = Vec::new();
-        for mark in spans {
-            let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
-            if from >= to {
-                kept.push(mark);
-                continue;
-            }
-            kept.extend(around(&region.extents, &mark, from, to));
-            self.queue(Span { region: region.view.key, first: from, pages: Pages(to.0 - from.0) }, why);
-        }
+        self.queue_within(key, &region.marks.spans, first, end, why);
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;
+    }
+
+    /// Queues the parts of marks between two pages for unmarking.
+    fn queue_within(&mut self, region: RegionKey, marks: &[Candidate], first: Vpn, end: Vpn, why: Why) {
+        for mark in marks {
+            let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
+            if from < to {
+                self.queue(Span { region, first: from, pages: Pages(to.0 - from.0) }, why);
+            }
+        }
     }
 
     /// Queues a region's spans for unmarking, because ksmd merged next to none of its duplicates.
@@ -319,20 +344,27 @@ impl Marker {
 
     /// Queues a span for unmarking, together with the last one if it continues that.
     fn queue(&mut self, span: Span, why: Why) {
-        match self.unmarking.back_mut() {
+        let changes = &mut self.unmarking_for(why).changes;
+        match changes.back_mut() {
             Some(Change { span: last, why: other })
-                if *other == why && last.region == span.region && last.first + last.pages.0 == span.first =>
+                if discriminant(other) == discriminant(&why)
+                    && last.region == span.region
+                    && last.first + last.pages.0 == span.first =>
             {
                 last.pages += span.pages;
             }
-            _ => self.unmarking.push_back(Change { span, why }),
+            _ => changes.push_back(Change { span, why }),
         }
+    }
+
+    fn unmarking_for(&mut self, why: Why) -> &mut Unmarking {
+        if matches!(why, Why::CowBroken { .. }) { &mut self.broken } else { &mut self.urgent }
     }
 
     /// Queues a region's spans for unmarking, because a limit has no headroom for them. We mark them again once it has.
     pub fn give_up(&mut self, region: &mut Region, limit: LimitKey) {
         for mark in std::mem::take(&mut region.marks.spans) {
-            self.unmarking.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
+            self.urgent.changes.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
         }
         region.life.advance(Event::Settle);
         region.hold.full = Some(limit);
@@ -340,46 +372,33 @@ impl Marker {
     }
 
     pub fn is_unmarking(&self) -> bool {
-        !self.unmarking.is_empty()
+        self.is_giving_room() || !self.broken.changes.is_empty()
+    }
+
+    /// Whether there are spans to unmark for another reason than breaks.
+    pub fn is_giving_room(&self) -> bool {
+        !self.urgent.changes.is_empty()
     }
 
     /// Whether we're about to unmark spans because a limit has no headroom for them.
     pub fn is_relieving(&self, now_ns: u64) -> bool {
-        now_ns >= self.next_unmark_ns && self.unmarking.iter().any(|change| change.why == Why::Charge)
+        now_ns >= self.urgent.next_ns && self.urgent.changes.iter().any(|change| change.why == Why::Charge)
     }
 
     /// The span to unmark now. We take one at a time, because unmarking copies its merged pages, and we take all of it,
     /// because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
-        if now_ns < self.next_unmark_ns {
-            return None;
-        }
-        loop {
-            let front = *self.unmarking.front()?;
-            if let Some(region) = table.at(front.span.region, front.span.first) {
-                if region.hold.left_alone {
-                    // Don't keep the others waiting.
-                    self.unmarking.rotate_left(1);
-                    self.next_unmark_ns = now_ns + RETRY_NS;
-                    return None;
-                }
-                if allowance.stops_left(region.view.owner) == 0 {
-                    return None;
-                }
-                allowance.use_stops(region.view.owner, 1);
-                return self.unmarking.pop_front();
-            }
-            // The region has ended.
-            self.unmarking.pop_front();
-        }
+        let urgent = self.urgent.next(table, now_ns, allowance);
+        urgent.or_else(|| self.broken.next(table, now_ns, allowance))
     }
 
     /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
-            self.unmarking.push_back(result.change);
-            self.next_unmark_ns = now_ns + UNMARK_AGAIN_NS;
+            let unmarking = self.unmarking_for(result.change.why);
+            unmarking.changes.push_back(result.change);
+            unmarking.next_ns = now_ns + UNMARK_AGAIN_NS;
         }
     }
 
@@ -481,16 +500,37 @@ impl Marker {
     }
 }
 
+impl Unmarking {
+    /// The next span, if it's time for it.
+    fn next(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
+        if now_ns < self.next_ns {
+            return None;
+        }
+        loop {
+            let front = *self.changes.front()?;
+            if let Some(region) = table.at(front.span.region, front.span.first) {
+                if region.hold.left_alone {
+                    // Don't keep the others waiting.
+                    self.changes.rotate_left(1);
+                    self.next_ns = now_ns + RETRY_NS;
+                    return None;
+                }
+                if allowance.stops_left(region.view.owner) == 0 {
+                    return None;
+                }
+                allowance.use_stops(region.view.owner, 1);
+                return self.changes.pop_front();
+            }
+            // The region has ended.
+            self.changes.pop_front();
+        }
+    }
+}
+
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
 /// (`pagefold exec`), because they're worth a scan. We leave out anything without headroom.
 fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
-    // The mark of a whole mapping doesn't split it, so a program may have any number of those.
-    let mut splits_of: BTreeMap<_, usize> = BTreeMap::new();
-    for region in table.iter() {
-        if region.in_blocks || !region.is_marked_whole() {
-            *splits_of.entry(region.view.owner).or_default() += region.marks.spans.len();
-        }
-    }
+    let parts_of = parts_by_owner(table);
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
         if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) {
@@ -501,14 +541,12 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
             continue;
         }
-        if region.hold.end() == Some(LeaveAlone::CowBroken) {
-            region.usage.cow_breaks = CowBreaks::default();
-        }
+        region.hold.end();
         let spans = if region.is_marked_whole() {
             marked_by_another(region, &headroom)
         } else {
-            let splits = splits_of.get(&region.view.owner).copied().unwrap_or(0);
-            let room = config.spans_per_process.saturating_sub(splits);
+            let parts = parts_of.get(&region.view.owner).copied().unwrap_or(0);
+            let room = config.spans_per_process.saturating_sub(parts);
             new_spans(region, room, &mut headroom, config)
         };
         if spans.is_empty() {
@@ -534,7 +572,18 @@ fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: 
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, headroom, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
+    // What rests may lie in between.
+    spans.truncate(room);
     spans
+}
+
+/// How many parts of mappings are marked in each process.
+fn parts_by_owner(table: &RegionTable) -> BTreeMap<OwnerKey, usize> {
+    let mut parts_of = BTreeMap::new();
+    for region in table.iter() {
+        *parts_of.entry(region.view.owner).or_default() += region.parts();
+    }
+    parts_of
 }
 
 /// Cuts a region's spans down to its process's headroom, and uses that up.
@@ -582,9 +631,9 @@ fn may_be_taken_back(region: &Region, step: &Step) -> bool {
 }
 
 /// Orders regions by how much their marks are worth: how rarely their pages are written, then how dense they are.
-fn worth_keeping(region: &Region) -> (Reverse<Permyriad>, Permyriad, Pages) {
+fn worth_keeping(region: &Region) -> (Reverse<u64>, Permyriad, Pages) {
     let Counts { resident, duplicate } = region.marks.counts();
-    (Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate.0, resident.0), duplicate)
+    (Reverse(region.usage.cow_breaks.rate()), Permyriad::of(duplicate.0, resident.0), duplicate)
 }
 
 /// The pages that spans would add to a region's marks.
@@ -639,4 +688,152 @@ fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
 /// Resident pages in all spans that this run marked.
 pub fn marked_resident(table: &RegionTable) -> Pages {
     table.iter().map(Region::marked_resident).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::Digest;
+    use crate::host::Mechanism;
+    use crate::limits::Limits;
+    use crate::region::test_view;
+
+    const S: u64 = 1_000_000_000;
+    const SMALL: Pages = Pages(1_000);
+    const LARGE: Pages = Pages(40 * EXTENT_PAGES);
+
+    /// A region at page 100, marked whole, whose program has soon written merged pages in these extents.
+    fn written(pages: Pages, extents: &[u64]) -> RegionTable {
+        let mut table = RegionTable::default();
+        table.update(&[test_view(1, 100, pages.0)], 1, |view| Region::new(view, 0, false, 1));
+        let region = table.at_mut(RegionKey(1), Vpn(100)).unwrap();
+        region.marks.add(Candidate { first: Vpn(100), pages, resident: pages, duplicate: pages });
+        write(region, extents);
+        table
+    }
+
+    fn write(region: &mut Region, extents: &[u64]) {
+        for extent in extents {
+            for page in extent * EXTENT_PAGES + 200..extent * EXTENT_PAGES + 300 {
+                region.usage.cow_breaks.record_merged(Vpn(page), 0, 0, Digest(7 << 16));
+                // Each extent lasts for another time.
+                region.usage.cow_breaks.record_written(Vpn(page), S + extent);
+            }
+        }
+    }
+
+    fn region(table: &mut RegionTable) -> &mut Region {
+        table.iter_mut().next().unwrap()
+    }
+
+    fn find(marker: &mut Marker, table: &mut RegionTable, now_ns: u64, config: &Config) {
+        marker.find_cow_broken(table, now_ns, config.pace(config.governor), config);
+    }
+
+    /// What we unmark now: its bounds and the reason.
+    fn unmark(marker: &mut Marker, table: &RegionTable, now_ns: u64) -> Option<(u64, u64, Why)> {
+        let mut allowance = Allowance::new(Limits::default(), &[]);
+        let Change { span, why } = marker.unmark(table, now_ns, &mut allowance)?;
+        Some((span.first.0, span.first.0 + span.pages.0, why))
+    }
+
+    #[test]
+    fn neighbouring_extents_are_unmarked_together() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 4]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        // Found later, but before the others are unmarked.
+        marker.queue(
+            Span { region: RegionKey(1), first: Vpn(5 * 512), pages: Pages(512) },
+            Why::CowBroken { lasts_ns: 9 },
+        );
+        assert!(matches!(unmark(&mut marker, &table, S), Some((1_536, 3_072, Why::CowBroken { .. }))));
+        assert_eq!(unmark(&mut marker, &table, S), None);
+        let left: Vec<_> = region(&mut table).marks.spans.iter().map(|mark| (mark.first.0, mark.pages.0)).collect();
+        assert_eq!(left, [(100, 1_436), (2_560, 100 + LARGE.0 - 2_560)]);
+    }
+
+    #[test]
+    fn whoever_needs_memory_does_not_wait_for_breaks() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 20]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        let broken = table.at(RegionKey(1), Vpn(100)).unwrap().view.key;
+        let change = Change {
+            span: Span { region: broken, first: Vpn(1_536), pages: Pages(512) },
+            why: Why::CowBroken { lasts_ns: S },
+        };
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
+        let no_room = ChangeResult { change, marking: Marking::Busy };
+        marker.record_unmarked(S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
+        assert_eq!((unmark(&mut marker, &table, 2 * S), marker.is_giving_room()), (None, false));
+        let (why, reason) = (Why::MemoryShort, LeaveAlone::TakenBack);
+        marker.take_apart(region(&mut table), Vpn(100), Pages(412), 2 * S, why, reason);
+        assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
+        assert_eq!(unmark(&mut marker, &table, 12 * S).map(|(first, ..)| first), Some(20 * 512));
+    }
+
+    #[test]
+    fn a_rest_goes_on_until_its_memory_is_unmarked() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        let later_ns = 1_000 * S;
+        find(&mut marker, &mut table, later_ns, &config);
+        assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 1, "the copies have no room");
+        unmark(&mut marker, &table, later_ns).unwrap();
+        find(&mut marker, &mut table, later_ns, &config);
+        assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 0);
+    }
+
+    #[test]
+    fn a_small_mapping_is_given_back_whole() {
+        let (mut marker, mut table, config) = (Marker::default(), written(SMALL, &[1]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((100, 1_100)));
+        let region = region(&mut table);
+        assert!(region.marks.spans.is_empty());
+        // It grows: the new extent can't be marked by itself.
+        region.update(test_view(1, 100, SMALL.0 + 512), 1);
+        for extent in 0..4 {
+            let full = crate::marking::extents::Extent { resident: 400, duplicate: 400, ..Default::default() };
+            region.extents.insert(extent, full);
+        }
+        assert_eq!(region.spans(&config, Permyriad(5_000), 64), []);
+    }
+
+    #[test]
+    fn a_process_gets_only_so_many_parts() {
+        let config = Config { spans_per_process: 2, ..Config::default() };
+        let (mut marker, mut table) = (Marker::default(), written(LARGE, &[3, 10, 20]));
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!(region(&mut table).parts(), 2, "the second one would make it three");
+        assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 1);
+        // An extent at the edge adds no part.
+        write(region(&mut table), &[2, 39]);
+        unmark(&mut marker, &table, S).unwrap();
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!((region(&mut table).parts(), region(&mut table).usage.cow_breaks.resting().count()), (2, 2));
+        // On request nothing is split.
+        let config = Config { mechanism: Mechanism::Request, ..config };
+        let (mut marker, mut table) = (Marker::default(), written(LARGE, &[3, 10, 20]));
+        region(&mut table).marks.spans.clear();
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 3);
+        assert!(!marker.is_unmarking());
+    }
+
+    #[test]
+    fn extents_that_a_region_lost_are_forgotten() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 39]), Config::default());
+        region(&mut table).update(test_view(1, 100, 35 * EXTENT_PAGES), 1);
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
+        assert_eq!(unmark(&mut marker, &table, S), None);
+    }
+
+    #[test]
+    fn marks_keep_their_counts_while_their_region_is_read_again() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3]), Config::default());
+        region(&mut table).examine(4);
+        find(&mut marker, &mut table, S, &config);
+        assert_eq!(region(&mut table).marks.counts().duplicate.0, LARGE.0 - 512);
+    }
 }

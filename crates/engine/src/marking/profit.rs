@@ -11,6 +11,12 @@ use std::ops::AddAssign;
 pub const NEW_PAGE_NS: u64 = 6_000;
 /// The cost of visiting a page again (it's merged, or without a copy and mostly skipped), nanoseconds.
 pub const OLD_PAGE_NS: u64 = 700;
+/// The cost of a write to a merged page: a page fault and a copy, nanoseconds. For a page of zeros it's less.
+const BREAK_NS: f64 = 2_500.0;
+const ZERO_BREAK_NS: f64 = 2_000.0;
+/// A page that stays saved for this long is worth the governor's price, nanoseconds. At the highest price it pays if
+/// it's written every 45 s, at the lowest every six minutes.
+const WORTH_NS: f64 = 3_600e9;
 /// A page merges at the second visit.
 const VISITS: u64 = 2;
 /// Work that doesn't pay waits for this time, multiplied by its cost and divided by the price, nanoseconds. At the
@@ -62,6 +68,16 @@ impl AddAssign for Wave {
         self.walked += other.walked;
         self.duplicate += other.duplicate;
     }
+}
+
+/// What breaks cost the program, nanoseconds, if `zeros` of them were of pages of zeros.
+pub fn breaks_cost_ns(breaks: u64, zeros: u64) -> f64 {
+    (breaks - zeros) as f64 * BREAK_NS + zeros as f64 * ZERO_BREAK_NS
+}
+
+/// The CPU time that it's worth to have pages saved for `saved_ns` in all, nanoseconds.
+pub fn saved_worth_ns(saved_ns: u64, price_ns: u64) -> f64 {
+    saved_ns as f64 / WORTH_NS * price_ns as f64
 }
 
 /// The share of duplicates from which newly visited memory pays, in scans that run anyway.

@@ -6,10 +6,15 @@ use serde::{Deserialize, Serialize};
 /// The first and the longest pause between two examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
-/// The first pause after ksmd merged none of a region's duplicates, nanoseconds.
-const UNMERGED_NS: u64 = 300_000_000_000;
+/// The first rest of memory that didn't merge or where merges didn't pay, nanoseconds.
+const REST_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a reason that passes, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
+
+/// How long memory rests that has rested so many times in a row, nanoseconds: twice as long each time.
+pub(crate) fn rest_ns(times: u32) -> u64 {
+    (REST_NS << times.min(8)).min(LEAVE_NS)
+}
 
 /// Why we leave a region alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +71,7 @@ impl Hold {
     /// How long to leave the region alone because ksmd merged none of its duplicates, nanoseconds: twice as long each
     /// time.
     pub fn next_unmerged_ns(&mut self) -> u64 {
-        let pause_ns = (UNMERGED_NS << self.unmerged.min(8)).min(LEAVE_NS);
+        let pause_ns = rest_ns(self.unmerged);
         self.unmerged += 1;
         pause_ns
     }

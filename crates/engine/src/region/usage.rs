@@ -1,13 +1,10 @@
 //! What a region's process does with its pages, as far as we can tell from outside.
 
+use crate::hash::Digest;
 use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
-use crate::region::hold::LEAVE_NS;
 use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
-
-/// How long we remember writes to merged pages, nanoseconds: as long as we leave COW-broken regions alone.
-const WRITTEN_NS: u64 = LEAVE_NS;
 
 /// How long we don't name pages that were in use, nanoseconds: at first, and at most.
 const BUSY_NS: u64 = 10_000_000_000;
@@ -31,14 +28,8 @@ pub struct Usage {
     pub merged_before: bool,
     /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,
-    /// Pages that were written after we merged them on request, since we last read the region whole and within an hour.
-    /// Many get a new content then, so we merge them once more.
-    written: PageSet,
-    /// Pages that were written again after that. We don't name them again before we next read the region whole, or the
-    /// hour ends.
-    pub broken: PageSet,
-    /// When that hour ends, nanoseconds.
-    written_until_ns: u64,
+    /// Pages that were written after we merged them on request.
+    pub written: PageSet,
     busy: BusyPages,
 }
 
@@ -53,18 +44,18 @@ struct BusyPages {
 
 impl Usage {
     /// Records that a page isn't merged. If it was before, its process has written it since.
-    pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64) {
-        if now_ns >= self.written_until_ns && !self.written.is_empty() {
-            self.forget_written();
-        }
+    pub fn record_unmerged(&mut self, page: Vpn) {
         if !self.merged.is_empty() && self.merged.remove(page) {
-            if self.written.is_empty() {
-                self.written_until_ns = now_ns + WRITTEN_NS;
-            }
-            if !self.written.insert(page) {
-                self.broken.insert(page);
-            }
+            self.written.insert(page);
         }
+    }
+
+    /// Records that a page was merged on request. Returns whether it was merged before.
+    pub fn record_merged(&mut self, page: Vpn, now_ns: u64, digest: Digest) -> bool {
+        if self.written.contains(page) {
+            self.cow_breaks.record_merged(page, now_ns, now_ns, digest);
+        }
+        !self.merged.insert(page)
     }
 
     /// Records that a page couldn't be merged because it was in use.
@@ -82,12 +73,6 @@ impl Usage {
     /// Whether we leave a page alone for now because it was in use.
     pub fn is_busy(&self, page: Vpn, now_ns: u64) -> bool {
         now_ns < self.busy.until_ns && self.busy.pages.contains(page)
-    }
-
-    /// Forgets which pages were written.
-    pub fn forget_written(&mut self) {
-        self.written.clear();
-        self.broken.clear();
     }
 }
 
@@ -148,28 +133,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_left_alone_when_it_is_written_the_second_time() {
+    fn pages_written_after_a_merge_are_remembered() {
         let mut usage = Usage::default();
-        let page = Vpn(70);
-        usage.record_unmerged(page, 0);
-        assert!(!usage.broken.contains(page), "it was never merged");
-        for written in [1, 2] {
-            usage.merged.insert(page);
-            usage.record_unmerged(page, 0);
-            usage.record_unmerged(page, 0);
-            assert_eq!(usage.broken.contains(page), written == 2);
-        }
-        usage.record_unmerged(Vpn(1), WRITTEN_NS - 1);
-        assert!(usage.broken.contains(page));
-        usage.record_unmerged(Vpn(1), WRITTEN_NS);
-        assert!(usage.broken.is_empty() && usage.written.is_empty(), "an hour later");
-        for _ in 0..2 {
-            usage.merged.insert(page);
-            usage.record_unmerged(page, 0);
-        }
-        assert!(usage.broken.contains(page));
-        usage.forget_written();
-        assert!(usage.broken.is_empty());
+        usage.record_unmerged(Vpn(70));
+        assert!(!usage.written.contains(Vpn(70)), "it was never merged");
+        assert!(!usage.record_merged(Vpn(70), 0, Digest(7)) && usage.cow_breaks.observed() == 0);
+        usage.record_unmerged(Vpn(70));
+        assert!(usage.written.contains(Vpn(70)));
+        assert!(!usage.record_merged(Vpn(70), 0, Digest(7)) && usage.cow_breaks.observed() == 1);
     }
 
     #[test]
@@ -188,15 +159,5 @@ mod tests {
         assert!((8..=12).contains(&asked), "{asked} times in an hour");
         usage.record_busy(Vpn(7), 2 * now_ns);
         assert!(!usage.is_busy(Vpn(7), 2 * now_ns + BUSY_NS), "an hour later it begins anew");
-    }
-
-    #[test]
-    fn a_page_that_is_written_once_in_an_hour_is_not_broken() {
-        let mut usage = Usage::default();
-        for hour in 0..10 {
-            usage.merged.insert(Vpn(7));
-            usage.record_unmerged(Vpn(7), hour * WRITTEN_NS);
-            assert!(usage.broken.is_empty(), "{hour}");
-        }
     }
 }

@@ -230,7 +230,8 @@ impl Ladder {
         }
     }
 
-    /// Checks whether single pages of marked spans are still merged. Costs as much as reading about `pages` pages.
+    /// Checks whether single pages of marked spans, or on request pages that were written before, are still merged.
+    /// Costs as much as reading about `pages` pages.
     pub fn visit_merged(
         &self,
         table: &mut RegionTable,
@@ -238,10 +239,11 @@ impl Ladder {
         allowance: &mut Allowance,
         runs: &mut Vec<PageRun>,
     ) {
-        let marked: u64 = table.iter().map(|region| region.marked_resident().0).sum();
+        let visitable = |region: &Region| region.marked_resident().0.max(count(region.usage.cow_breaks.observed()));
+        let marked: u64 = table.iter().map(visitable).sum();
         let visits = pages / VISIT_PAGES;
         for region in table.iter_mut().filter(|region| !region.hold.left_alone) {
-            let resident = region.marked_resident().0;
+            let resident = visitable(region);
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
             // Every marked region gets some checks, even the smallest.
             let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, count(PROBES_MAX)) };

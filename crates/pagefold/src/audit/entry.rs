@@ -5,6 +5,7 @@ use pagefold_engine::host::{ChangeResult, Marking, Why};
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_inject::unmerge::UnmarkedMapping;
+use pagefold_text::figures::time;
 use serde::Serialize;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -129,12 +130,9 @@ impl From<Why> for Reason {
             Why::Duplicate { duplicate: Pages(part), resident: Pages(all) } => {
                 ("duplicate", format!("{part} of its {all} resident pages are zero or have a copy"))
             }
-            Why::CowBroken { ratio } => (
-                "cow-broken",
-                format!(
-                    "{ratio} of its merged pages would be written within two hours and then hold the same content again"
-                ),
-            ),
+            Why::CowBroken { lasts_ns } => {
+                ("cow-broken", format!("its merged pages are written after {} on average", time(lasts_ns as f64 / 1e9)))
+            }
             Why::Charge => {
                 ("charge", "its pages are charged to another cgroup, whose limit has no headroom for them".to_owned())
             }

@@ -2,7 +2,7 @@ use super::*;
 use crate::golden;
 use pagefold_engine::host::{ChangeResult, Marking, Span, Why};
 use pagefold_engine::keys::RegionKey;
-use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_text::exit;
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
@@ -49,7 +49,7 @@ fn a_line_has_time_process_range_reason_and_result() {
     for entry in [
         Entry::Begin { command: "run", version: "0.1.0", pid: 1, scope: "--exe redis-server".to_owned() },
         mark,
-        entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Busy),
+        entry(false, Why::CowBroken { lasts_ns: 12_000_000_000 }, Marking::Busy),
         entry(false, Why::MemoryShort, Marking::Refused),
         entry(false, Why::Excluded, Marking::Done(Pages(500))),
         Entry::merged(owner.clone(), Some(9), Pages(512), Pages(256)),

@@ -269,8 +269,8 @@ options! {
             "Read a region whole if at least this share of its sampled pages are duplicates (UKSM V_dup)";
         "cow-threshold" "--cow-threshold <PERCENT>" cow_threshold: Permyriad, Share(range::THRESHOLD),
             = preset.cow_threshold,
-            "Leave a region alone if at least this share of its merged pages are soon written again (UKSM V_cow; 100 \
-             turns this off)";
+            "Don't merge a region if at least this share of its pages change between two visits; 100 also merges where \
+             programs soon write merged pages (UKSM V_cow)";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
             "Minimum age for merging a region that appears during the run; by default also two rounds (UKSM V_life)";

@@ -358,6 +358,7 @@ impl Batch {
                 state: slot.state,
                 huge: slot.huge,
                 active: slot.active,
+                lone: slot.lone,
                 frame: slot.entry.pfn(),
                 bytes: slot.has_bytes.then_some(bytes),
             });

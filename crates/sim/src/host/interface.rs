@@ -129,6 +129,8 @@ impl SimHost {
                 huge,
                 digest: found,
                 active: private && asked && in_use(),
+                // We show such pages as merged.
+                lone: false,
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }

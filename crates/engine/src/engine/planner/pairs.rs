@@ -60,8 +60,8 @@ impl Engine {
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
-        region.usage.record_unmerged(sample.page, now_ns);
-        if !region.may_be_named(sample.page, now_ns, &self.config) {
+        region.usage.record_unmerged(sample.page);
+        if !region.may_be_named(sample.page, now_ns) {
             return false;
         }
         if duplicate && region.may_be_requested(now_ns, &self.config) {
@@ -139,7 +139,7 @@ impl Engine {
         let page = region.page_at(kept.offset);
         let now_ns = self.snapshot.now_ns;
         let may_be_requested = region.view.domain == domain && region.may_be_requested(now_ns, &self.config);
-        let may_be_named = may_be_requested && region.may_be_named(page, now_ns, &self.config);
+        let may_be_named = may_be_requested && region.may_be_named(page, now_ns);
         may_be_named.then_some(IndexedPage { region: region.view.key, page, location: kept })
     }
 

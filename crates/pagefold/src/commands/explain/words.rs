@@ -65,8 +65,9 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         ),
         Reason::CowBroken(ratio) => {
             let share = percent(ratio.fraction(), 1.0);
-            let horizon = time(config.cow_horizon_ns as f64 / 1e9);
-            format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
+            format!(
+                "Left alone for up to {left}: {share} of it was written so soon after merges that they cost more than they save."
+            )
         }
         Reason::Volatile if decision.verb == Verb::Wait => {
             format!("Left alone for {left}: its pages change so often that merges would not last.")
@@ -277,7 +278,8 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
     let age = format!("level {} of {levels}, seen for {}", region.level, time(region.age_seconds));
     text.line(format!("  {kind}: {}; {age}", ratio(region)));
     if region.marked > Pages(0) {
-        let broken = region.cow_ratio.map_or(String::new(), |share| format!("; COW ratio {}", percent(share, 1.0)));
+        let broken =
+            region.cow_ratio.map_or(String::new(), |share| format!("; {} written too often", percent(share, 1.0)));
         let marked = human(region.marked.bytes().0);
         let expected = human(region.expected.bytes().0);
         text.line(format!("  {marked} marked, {expected} expected to be merged{broken}"));
