@@ -10,7 +10,7 @@ use pagefold_host::scope::exclude::{Exclusion, process_exclusion};
 use pagefold_inject::{InjectError, Injector, is_frozen};
 use pagefold_ksm::lease::TakeError;
 use pagefold_ksm::lock::LockError;
-use pagefold_ksm::request::{self, Carrier, RequestDevice, RequestError};
+use pagefold_ksm::request::{self, RequestDevice, RequestError};
 use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::numa::Topology;
@@ -72,12 +72,11 @@ pub fn see_cgroups() {
 /// # Errors
 /// The user chose merging on request, and it isn't possible.
 pub fn request_device(choice: MechanismChoice, placement: Placement, ksm: &Ksm) -> Result<Option<RequestDevice>, Exit> {
-    request_device_at(Path::new(request::DEVICE), Path::new("/sys"), choice, placement, ksm)
+    request_device_at(Path::new(request::DEVICE), choice, placement, ksm)
 }
 
 fn request_device_at(
     device: &Path,
-    sys: &Path,
     choice: MechanismChoice,
     placement: Placement,
     ksm: &Ksm,
@@ -88,7 +87,7 @@ fn request_device_at(
     let opened = RequestDevice::open(device);
     let is_absent = matches!(opened, Err(RequestError::Absent { .. }));
     let possible = opened.map_err(|error| no_request(&error)).and_then(|device| {
-        may_request(Carrier::of(sys), placement, ksm)?;
+        may_request(placement, ksm)?;
         Ok(device)
     });
     match (choice, possible) {
@@ -116,7 +115,7 @@ fn no_request(error: &RequestError) -> Exit {
 }
 
 /// Checks for reasons why the kernel would refuse all requests.
-fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
+fn may_request(placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
     let lacking = missing(&[REQUESTING]).map_err(|error| refused(&error))?;
     if !lacking.is_empty() {
         let line = format!("merging on request needs {REQUESTING}, which this process lacks; grant it");
@@ -127,12 +126,12 @@ fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), 
         return Err(Exit::new(exit::USAGE, line));
     }
     let knobs = ksm.knobs().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")))?;
-    let why = match (knobs.run, knobs.merge_across_nodes, carrier) {
-        (2, ..) => "/sys/kernel/mm/ksm/run is 2, which unmerges everything; write 0 to it",
-        (_, Some(false), Carrier::Module) => "/sys/kernel/mm/ksm/merge_across_nodes is 0; write 1 to it",
-        _ => return Ok(()),
-    };
-    Err(Exit::new(exit::KSM_TAKEN, format!("the kernel does not merge on request while {why}")))
+    if knobs.run == 2 {
+        let line = "the kernel does not merge on request while /sys/kernel/mm/ksm/run is 2, which unmerges everything; \
+                    write 0 to it";
+        return Err(Exit::new(exit::KSM_TAKEN, line));
+    }
+    Ok(())
 }
 
 /// Gives up, for good, every capability except the ones for reading other processes and placing their merged pages, and
@@ -246,11 +245,11 @@ mod tests {
     use super::*;
 
     /// The exit code with which we refuse merging on request by this file.
-    fn refusal(device: &Path, sys: &Path) -> Option<u8> {
+    fn refusal(device: &Path) -> Option<u8> {
         let choose = |choice| {
             let root = pagefold_ksm::KSM_ROOT;
             let ksm = Ksm::open(Path::new(root)).ok()?;
-            Some(request_device_at(device, sys, choice, Placement::Fair, &ksm))
+            Some(request_device_at(device, choice, Placement::Fair, &ksm))
         };
         // These don't depend on the file.
         assert!(choose(MechanismChoice::Ksmd)?.unwrap().is_none());
@@ -267,7 +266,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         for device in [&dir.path().join("none"), &file, Path::new("/dev/null")] {
             // A kernel without KSM has nothing to merge with.
-            if let Some(code) = refusal(device, dir.path()) {
+            if let Some(code) = refusal(device) {
                 assert_eq!(code, exit::NO_KERNEL_SUPPORT, "{}", device.display());
             }
         }

@@ -20,6 +20,7 @@ use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
+use std::ops::Range;
 
 /// Marks wait at most this long for other regions that we're reading, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
@@ -254,30 +255,46 @@ impl Marker {
                 region.life.advance(Event::Reopen);
             }
             let whole = (by_marks && region.stays_whole()).then(|| region.extent_numbers());
+            let parts = parts_of.entry(region.view.owner).or_default();
             for (extents, tally) in region.usage.cow_breaks.losses(now_ns, pace.price_ns, whole) {
-                let first = region.view.first.max(Vpn(extents.start * EXTENT_PAGES));
-                let end = region.end().min(Vpn(extents.end * EXTENT_PAGES));
-                if first >= end {
-                    continue;
+                let why = Why::CowBroken { lasts_ns: tally.lasts_ns() };
+                if self.unmark_extents(region, &extents, why, parts, config.spans_per_process) {
+                    region.usage.cow_breaks.rest(extents, now_ns);
                 }
-                if !region.marks.spans.is_empty() {
-                    let before = region.parts();
-                    let marks = std::mem::take(&mut region.marks.spans);
-                    region.marks.spans = region.beside(&marks, first, end);
-                    let parts = parts_of.entry(region.view.owner).or_default();
-                    let others = parts.saturating_sub(before);
-                    if region.parts() > before && others + region.parts() > config.spans_per_process {
-                        // Its mapping would be split too often, so these stay merged.
-                        region.marks.spans = marks;
-                        continue;
-                    }
-                    *parts = others + region.parts();
-                    let why = Why::CowBroken { lasts_ns: tally.lasts_ns() };
-                    self.queue_within(region.view.key, &marks, first, end, why);
-                }
-                region.usage.cow_breaks.rest(extents, now_ns);
             }
         }
+    }
+
+    /// Queues the marks of some extents for unmarking. Returns whether these can rest: not if its process had more than
+    /// `most` marked parts of mappings (`parts` now) then.
+    fn unmark_extents(
+        &mut self,
+        region: &mut Region,
+        extents: &Range<u64>,
+        why: Why,
+        parts: &mut usize,
+        most: usize,
+    ) -> bool {
+        let first = region.view.first.max(Vpn(extents.start * EXTENT_PAGES));
+        let end = region.end().min(Vpn(extents.end * EXTENT_PAGES));
+        if first >= end {
+            return false;
+        }
+        if region.marks.spans.is_empty() {
+            return true;
+        }
+        let before = region.parts();
+        let marks = std::mem::take(&mut region.marks.spans);
+        region.marks.spans = region.beside(&marks, first, end);
+        let after = region.parts();
+        let all = parts.saturating_sub(before) + after;
+        if after > before && all > most {
+            region.marks.spans = marks;
+            return false;
+        }
+        *parts = all;
+        self.queue_within(region.view.key, &marks, first, end, why);
+        true
     }
 
     /// The ends of the spans to unmark, by their starts.

@@ -229,7 +229,7 @@ fn the_finding_about_requests_names_what_merges() {
     let mut says = |request, spoil: fn(&mut Knobs)| {
         facts.request = request;
         if let Fact::Is((knobs, _)) = &mut facts.ksm {
-            (knobs.run, knobs.merge_across_nodes) = (0, Some(true));
+            knobs.run = 0;
             spoil(knobs);
         }
         let finding = judge(&facts).into_iter().find(|finding| finding.id == "request").unwrap();
@@ -237,10 +237,8 @@ fn the_finding_about_requests_names_what_merges() {
     };
     for (request, spoil, severity, words) in [
         (Fact::Is(Carrier::Series), (|_| {}) as fn(&mut Knobs), Ok, "by this kernel"),
-        (Fact::Is(Carrier::Series), |knobs| knobs.merge_across_nodes = Some(false), Ok, "by this kernel"),
         (Fact::Is(Carrier::Series), |knobs| knobs.run = 2, Note, "run is 2"),
         (Fact::Is(Carrier::Module), |_| {}, Ok, "by the module"),
-        (Fact::Is(Carrier::Module), |knobs| knobs.merge_across_nodes = Some(false), Note, "merge_across_nodes is 0"),
         (Fact::Absent, |_| {}, Ok, "pagefold uses ksmd"),
         (Fact::Denied, |_| {}, Note, "cannot be opened"),
     ] {

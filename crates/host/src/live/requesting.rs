@@ -384,10 +384,9 @@ impl LiveHost {
         match error.raw_os_error() {
             // The process has ended. The next refresh removes it.
             Some(libc::ESRCH) => {}
-            Some(libc::EBUSY) => self.stand_down(
-                "the kernel does not merge on request while run is 2, nor does ksm_request while merge_across_nodes is 0"
-                    .to_owned(),
-            ),
+            Some(libc::EBUSY) => {
+                self.stand_down("the kernel does not merge on request while run is 2".to_owned());
+            }
             _ => {
                 let with = match pair.keep {
                     Some(keep) if keep != pair.take => format!(" with those of process {keep}"),

@@ -56,17 +56,11 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
 
 pub(super) fn request(facts: &MachineFacts) -> Finding {
     let unmerges = facts.ksm.known().is_some_and(|(knobs, _)| knobs.run == 2);
-    let one_node = facts.ksm.known().is_some_and(|(knobs, _)| knobs.merge_across_nodes == Some(false));
     let without = "pagefold uses ksmd, which has to find the duplicates again, at a multiple of the cost";
     match &facts.request {
         Fact::Is(_) if unmerges => {
             note("merging on request: refused by the kernel while run is 2", without, "echo 0 > /sys/kernel/mm/ksm/run")
         }
-        Fact::Is(Carrier::Module) if one_node => note(
-            "merging on request: refused by the module ksm_request while merge_across_nodes is 0",
-            without,
-            "nothing, or, while nothing is merged: echo 1 > /sys/kernel/mm/ksm/merge_across_nodes",
-        ),
         Fact::Is(Carrier::Series) => ok("merging on request: by this kernel"),
         Fact::Is(Carrier::Module) => ok("merging on request: by the module ksm_request"),
         Fact::Absent if facts.request_module == Fact::Is(()) => note(
