@@ -88,7 +88,7 @@ impl Learned {
     }
 }
 
-/// The verdict on a region, if we have one that will hold. While ksmd is `busy`, marked pages may not be merged yet.
+/// The verdict on a region, if we have one that will hold: not while a part of it rests. While ksmd is `busy`, marked pages may not be merged yet.
 pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,
@@ -98,13 +98,14 @@ pub(crate) fn verdict(
 ) -> Option<LearnedRegion> {
     let left_over = region.left_over(config.mechanism);
     let waits = thin_waits && left_over >= config.thinnest_density.fraction();
+    let rests = region.usage.cow_breaks.resting().next().is_some();
     let will_hold = if region.life.is_judged() {
         !region.life.is_worth_marking() && !waits
     } else {
         !region.life.is_reading() && !wants_more(region, config)
     };
     // A refusal lasts for the whole run, so we don't save it: each run asks the process once.
-    if !will_hold || region.hold.is_refused() || region.marks.spans.len() > SPANS_MAX {
+    if !will_hold || rests || region.hold.is_refused() || region.marks.spans.len() > SPANS_MAX {
         return None;
     }
     let spans = region.marks.spans.iter();

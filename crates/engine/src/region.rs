@@ -221,10 +221,17 @@ impl Region {
         !rests && !self.usage.is_busy(page, now_ns)
     }
 
-    /// The share of its pages that rest, because merges there don't pay.
+    /// The share of its pages that rest, because merges there don't pay. On request only those that were written rest.
     pub fn resting(&self) -> Permyriad {
-        let extents = self.usage.cow_breaks.resting().filter_map(|(number, _)| self.extents.get(&number));
-        Permyriad::of(extents.map(|extent| u64::from(extent.resident)).sum(), self.counts().resident.0)
+        let mut pages = 0;
+        for (number, _) in self.usage.cow_breaks.resting() {
+            let written = self.usage.written.in_extent(number);
+            pages += match self.extents.get(&number) {
+                Some(extent) if self.usage.written.is_empty() => u64::from(extent.resident),
+                _ => written,
+            };
+        }
+        if pages == 0 { Permyriad(0) } else { Permyriad::of(pages, self.counts().resident.0) }
     }
 
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
@@ -303,12 +310,18 @@ impl Region {
         let split = SplitRule { above, spans: cap };
         let density = config.density.thinned(plain);
         let mut spans = candidates(&self.extents, self.view.first, self.view.pages, density, split);
+        let mut resting: Vec<Range<u64>> = Vec::new();
         for (extent, _) in self.usage.cow_breaks.resting() {
-            if self.stays_whole() {
-                return Vec::new();
+            match resting.last_mut() {
+                Some(run) if run.end == extent => run.end += 1,
+                _ => resting.push(extent..extent + 1),
             }
-            let (from, to) = (Vpn(extent * EXTENT_PAGES), Vpn((extent + 1) * EXTENT_PAGES));
-            spans = self.beside(&spans, from, to);
+        }
+        if self.stays_whole() && !resting.is_empty() {
+            return Vec::new();
+        }
+        for run in resting {
+            spans = self.beside(&spans, Vpn(run.start * EXTENT_PAGES), Vpn(run.end * EXTENT_PAGES));
         }
         spans.retain(|span| span.duplicate >= config.span_pages_min);
         spans
@@ -328,11 +341,11 @@ impl Region {
         !self.in_blocks && self.view.pages < SPLIT_FROM
     }
 
-    /// How many parts of its mapping are marked by themselves. The mark of a whole mapping doesn't split it.
+    /// How many parts of its mapping are marked by themselves. The mark of a whole mapping doesn't split it, nor do those
+    /// of all its blocks.
     pub fn parts(&self) -> usize {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
-        let is_split = self.in_blocks || marked < self.view.pages;
-        if is_split { self.marks.spans.len() } else { 0 }
+        if marked < self.view.pages { self.marks.spans.len() } else { 0 }
     }
 
     /// The numbers of its extents.

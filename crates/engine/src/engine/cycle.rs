@@ -117,7 +117,8 @@ impl Engine {
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.plan.reading.new_round {
             self.end_round();
-            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, pace, &self.config);
+            let top = self.ladder.levels();
+            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, top, pace, &self.config);
         }
         self.planner().actions(self)
     }
@@ -194,7 +195,7 @@ impl Engine {
         }
         if self.plan.visiting {
             let visits = share_ns(pace.round_ns, VISIT_SHARE.min(pace.top)) / self.ladder.sample_ns();
-            self.ladder.visit_merged(&mut self.table, visits, allowance, &mut runs);
+            self.ladder.visit_merged(&mut self.table, visits, pace.round_ns, allowance, &mut runs);
         }
         self.plan.pages = runs.iter().map(|run| u64::from(run.pages)).sum();
         // We read neighbouring pages together.

@@ -115,6 +115,8 @@ impl Engine {
             // Another program's marks aren't ours to undo.
             if !by_marks || !region.marks.spans.is_empty() {
                 self.ksmd.marker.take_apart(region, first, pages, *now_ns, Why::Charge, LeaveAlone::Relieved);
+            } else {
+                self.ksmd.marker.hurry(region.view.key, first, first + pages.0, Why::Charge);
             }
         }
         if by_marks {

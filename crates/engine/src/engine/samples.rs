@@ -80,6 +80,8 @@ impl Engine {
         let Some(region) = self.table.get_mut(slot).filter(|_| self.plan.visiting) else { return };
         let matters = if by_marks { region.marks.contains(page) } else { region.usage.written.contains(page) };
         if matters {
+            let colliding = &self.contents.colliding_fingerprints;
+            region.usage.cow_breaks.forget_colliding(page, |print| colliding.contains(&print));
             region.usage.cow_breaks.record_merged(page, now_ns.saturating_sub(idle_ns), now_ns, digest);
         }
     }
@@ -124,7 +126,10 @@ impl Engine {
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
         let Some(region) = self.table.get_mut(slot) else { return false };
-        region.usage.cow_breaks.record_written(sample.page, now_ns);
+        if self.plan.visiting {
+            // Otherwise we don't know whether others wrote it, see `lone`.
+            region.usage.cow_breaks.record_written(sample.page, now_ns);
+        }
         if !examined && region.life.is_judged() {
             region.survey.record_renewal(duplicate);
         }

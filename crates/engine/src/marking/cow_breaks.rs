@@ -14,7 +14,7 @@ use crate::hash::Digest;
 use crate::marking::profit::{breaks_cost_ns, saved_worth_ns};
 use crate::random::mix;
 use crate::region::hold::rest_ns;
-use crate::units::{EXTENT_PAGES, Vpn};
+use crate::units::{EXTENT_PAGES, Vpn, whole};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -23,8 +23,11 @@ pub const PROBES_MAX: usize = 2_048;
 /// How long we remember what we saw, nanoseconds: half of it is forgotten each time. No page counts as merged for
 /// longer at once, so that we notice if a program changes its ways.
 const MEMORY_NS: u64 = 600_000_000_000;
-/// On request we try one in so many of the written pages after a rest.
+/// On request we try one written page in this many after a rest.
 const TRIED_PART: u64 = 8;
+/// We only observe as many pages as we can visit again within this time, nanoseconds: a page that's written and merged
+/// again between two visits seems to have stayed merged.
+const VISIT_AGAIN_NS: u64 = 20_000_000_000;
 
 /// Observed breaks of a region's merged pages, and the extents where we leave pages alone because of them.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +36,8 @@ pub struct CowBreaks {
     probes: BTreeMap<Vpn, Probe>,
     /// We look up the next page to visit from here.
     next: Vpn,
+    /// How many pages we can visit often enough. `None` before the first visits.
+    visitable: Option<usize>,
     /// Observations that have ended, by extent.
     ended: BTreeMap<u64, BreakTally>,
     /// Extents with breaks since we last judged them. A verdict only gets worse with a break.
@@ -71,9 +76,14 @@ pub struct BreakTally {
 impl BreakTally {
     /// Whether its breaks certainly cost more than what it saves is worth.
     fn is_loss(&self, price_ns: u64) -> bool {
-        let breaks = self.breaks as f64;
-        let certain = (breaks - 2.0 * breaks.sqrt()).max(0.0) / breaks.max(1.0);
+        let certain = self.certain_breaks() / self.breaks.max(1) as f64;
         certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
+    }
+
+    /// The breaks less those that may be chance.
+    fn certain_breaks(&self) -> f64 {
+        let breaks = self.breaks as f64;
+        (breaks - 2.0 * breaks.sqrt()).max(0.0)
     }
 
     /// How long a page stays merged, nanoseconds.
@@ -91,18 +101,32 @@ impl BreakTally {
 /// An extent that we leave alone for a time, and then try for as long.
 #[derive(Clone, Copy, Debug)]
 struct Rest {
-    /// When the rest ends, or the trial after it, nanoseconds.
-    until_ns: u64,
     /// How often in a row it has rested.
     times: u32,
-    is_over: bool,
+    phase: RestPhase,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum RestPhase {
+    Resting {
+        until_ns: u64,
+    },
+    /// It may be merged again. The trial begins once it is.
+    Over,
+    Trial {
+        until_ns: u64,
+    },
 }
 
 impl CowBreaks {
     /// Records a page that has been merged since a time. Where it rests it isn't merged for long: we unmark it.
     pub fn record_merged(&mut self, page: Vpn, since_ns: u64, now_ns: u64, digest: Digest) {
-        if self.is_resting(page) {
-            return;
+        match self.rests.get_mut(&page.extent()) {
+            Some(Rest { phase: RestPhase::Resting { .. }, .. }) => return,
+            Some(Rest { times, phase: phase @ RestPhase::Over }) => {
+                *phase = RestPhase::Trial { until_ns: now_ns + rest_ns(*times) };
+            }
+            Some(Rest { phase: RestPhase::Trial { .. }, .. }) | None => {}
         }
         let found = Probe { since_ns, first_ns: now_ns, last_ns: now_ns, fingerprint: digest.fingerprint() };
         match self.probes.get_mut(&page) {
@@ -142,9 +166,22 @@ impl CowBreaks {
         self.probes.remove(&page);
     }
 
+    /// Stops observing a page if its content's fingerprint is one that contents share: it gets another digest now.
+    pub fn forget_colliding(&mut self, page: Vpn, is_shared: impl Fn(u32) -> bool) {
+        if self.probes.get(&page).is_some_and(|probe| is_shared(probe.fingerprint)) {
+            self.forget_page(page);
+        }
+    }
+
+    /// Adapts how many pages we observe to how many we visit in each round.
+    pub fn set_visits(&mut self, visits: u64, round_ns: u64) {
+        let often_enough = visits.saturating_mul(VISIT_AGAIN_NS) / round_ns.max(1);
+        self.visitable = usize::try_from(often_enough).ok();
+    }
+
     /// Whether we can observe more pages.
     pub fn has_room(&self) -> bool {
-        self.probes.len() < PROBES_MAX
+        self.probes.len() < self.visitable.unwrap_or(PROBES_MAX).min(PROBES_MAX)
     }
 
     /// How many pages we observe.
@@ -171,11 +208,14 @@ impl CowBreaks {
                 tally.merged_ns > 0
             });
         }
-        let mut losses: Vec<(Range<u64>, BreakTally)> = Vec::new();
         let broken = std::mem::take(&mut self.broken);
+        if broken.is_empty() {
+            return Vec::new();
+        }
+        let mut losses: Vec<(Range<u64>, BreakTally)> = Vec::new();
         if let Some(extents) = whole {
             let tally = self.tally(extents.clone());
-            if !broken.is_empty() && tally.is_loss(price_ns) {
+            if tally.is_loss(price_ns) {
                 losses.push((extents, tally));
             }
             return losses;
@@ -215,33 +255,40 @@ impl CowBreaks {
         for extent in extents {
             self.ended.remove(&extent);
             let times = self.rests.get(&extent).map_or(0, |rest| rest.times + 1);
-            self.rests.insert(extent, Rest { until_ns: now_ns + rest_ns(times), times, is_over: false });
+            self.rests.insert(extent, Rest { times, phase: RestPhase::Resting { until_ns: now_ns + rest_ns(times) } });
         }
     }
 
-    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended.
-    pub fn end_rests(&mut self, now_ns: u64) -> bool {
-        self.rests.retain(|_, rest| !rest.is_over || now_ns < rest.until_ns);
+    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended. With ksmd (`by_marks`) it
+    /// may take long until the memory is marked and merged again. On request few of the pages are tried, and may have no
+    /// copy.
+    pub fn end_rests(&mut self, now_ns: u64, by_marks: bool) -> bool {
         let mut any = false;
-        for rest in self.rests.values_mut().filter(|rest| !rest.is_over && now_ns >= rest.until_ns) {
-            *rest = Rest { until_ns: now_ns + rest_ns(rest.times), is_over: true, ..*rest };
-            any = true;
-        }
+        self.rests.retain(|_, rest| match rest.phase {
+            RestPhase::Resting { until_ns } if now_ns >= until_ns => {
+                let trial = RestPhase::Trial { until_ns: now_ns + rest_ns(rest.times) };
+                rest.phase = if by_marks { RestPhase::Over } else { trial };
+                any = true;
+                true
+            }
+            RestPhase::Trial { until_ns } => now_ns < until_ns,
+            RestPhase::Resting { .. } | RestPhase::Over => true,
+        });
         any
     }
 
-    /// The extents that rest, and when each goes on.
+    /// The extents that rest, and when each goes on, in ascending order.
     pub fn resting(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.rests.iter().filter(|(_, rest)| !rest.is_over).map(|(&extent, rest)| (extent, rest.until_ns))
-    }
-
-    fn is_resting(&self, page: Vpn) -> bool {
-        self.rests.get(&page.extent()).is_some_and(|rest| !rest.is_over)
+        self.rests.iter().filter_map(|(&extent, rest)| match rest.phase {
+            RestPhase::Resting { until_ns } => Some((extent, until_ns)),
+            RestPhase::Over | RestPhase::Trial { .. } => None,
+        })
     }
 
     /// Whether we leave a page that has been written alone: it rests, or others are tried.
     pub fn rests(&self, page: Vpn) -> bool {
-        self.rests.get(&page.extent()).is_some_and(|rest| !rest.is_over || mix(page.0) % TRIED_PART > 0)
+        let Some(rest) = self.rests.get(&page.extent()) else { return false };
+        matches!(rest.phase, RestPhase::Resting { .. }) || mix(page.0) % TRIED_PART > 0
     }
 
     /// Forgets everything outside of these pages: the region has shrunk.
@@ -253,10 +300,10 @@ impl CowBreaks {
         self.rests.retain(|extent, _| extents.contains(extent));
     }
 
-    /// Breaks in a million seconds of a merged page.
+    /// Breaks in a million seconds of a merged page, at least.
     pub fn rate(&self) -> u64 {
         let all = self.tally(0..u64::MAX / EXTENT_PAGES);
-        all.breaks * 1_000_000 / (all.merged_ns / 1_000_000_000).max(1)
+        whole(all.certain_breaks() * 1_000_000.0) / (all.merged_ns / 1_000_000_000).max(1)
     }
 
     /// Stops observing all pages, because they're no longer merged. Their breaks still count.
@@ -407,16 +454,51 @@ mod tests {
             breaks.rest(0..1, now_ns);
             assert_eq!((named(&breaks), breaks.rests(Vpn(512))), (0, false));
             now_ns += minutes * 60 * S;
-            assert!(!breaks.end_rests(now_ns - 1) && breaks.end_rests(now_ns) && !breaks.end_rests(now_ns));
+            assert!(!breaks.end_rests(now_ns - 1, false) && breaks.end_rests(now_ns, false));
             now_ns += minutes * 60 * S - 1;
-            assert!(!breaks.end_rests(now_ns));
+            assert!(!breaks.end_rests(now_ns, false));
             assert!((40..90).contains(&named(&breaks)), "{} of 512", named(&breaks));
             assert_eq!(breaks.resting().count(), 0);
         }
-        assert!(!breaks.end_rests(now_ns + 1) && named(&breaks) == 512, "it has paid for as long as it rested");
+        assert!(!breaks.end_rests(now_ns + 1, false) && named(&breaks) == 512, "it has paid for as long as it rested");
         breaks.rest(0..1, now_ns);
         assert_eq!(breaks.resting().next(), Some((0, now_ns + 300 * S)), "it begins anew");
-        assert!(breaks.end_rests(now_ns + 100_000 * S), "however late we look");
+        assert!(breaks.end_rests(now_ns + 100_000 * S, false), "however late we look");
+    }
+
+    #[test]
+    fn with_ksmd_a_trial_begins_once_a_page_is_merged() {
+        let mut breaks = CowBreaks::default();
+        breaks.rest(0..1, 0);
+        assert!(breaks.end_rests(300 * S, true));
+        assert!(!breaks.end_rests(10_000 * S, true));
+        breaks.record_merged(Vpn(7), 10_000 * S, 10_000 * S, DATA);
+        let ends_after = |breaks: &mut CowBreaks, seconds: u64| {
+            breaks.end_rests((10_000 + seconds) * S, true);
+            breaks.rests.is_empty()
+        };
+        assert!(!ends_after(&mut breaks, 299) && ends_after(&mut breaks, 300));
+    }
+
+    #[test]
+    fn pages_are_observed_if_we_can_visit_them_often_enough() {
+        let mut breaks = CowBreaks::default();
+        breaks.set_visits(8, 2 * S);
+        (0..1_000).for_each(|page| breaks.record_merged(Vpn(page), 0, 0, DATA));
+        assert_eq!(breaks.observed(), 80);
+        breaks.set_visits(u64::MAX, 2 * S);
+        assert!(breaks.has_room());
+    }
+
+    #[test]
+    fn a_digest_that_changes_because_contents_share_it_is_no_break() {
+        let mut breaks = CowBreaks::default();
+        for page in 0..100 {
+            breaks.record_merged(Vpn(page), 0, 0, DATA);
+            breaks.forget_colliding(Vpn(page), |print| print == DATA.fingerprint());
+            breaks.record_merged(Vpn(page), S, S, Digest(8 << 16));
+        }
+        assert_eq!((losses(&mut breaks), breaks.observed()), (vec![], 100));
     }
 
     #[test]

@@ -139,7 +139,8 @@ impl Marker {
         let marked = marked_resident(table);
         self.thin_out(table, marked, now_ns, rested_ns, pace, config);
         self.small = Wave::default();
-        let mut ready = ready(table, now_ns, headroom.clone(), config);
+        let waiting = self.waiting();
+        let mut ready = ready(table, &waiting, now_ns, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -238,7 +239,7 @@ impl Marker {
 
     /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their marks
     /// for unmarking. What has rested is tried again. Regions wait for their last spans to be unmarked.
-    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) {
+    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, top: usize, pace: Pace, config: &Config) {
         if !config.filters_cow_breaks() {
             return;
         }
@@ -246,13 +247,15 @@ impl Marker {
         let waiting = self.waiting();
         let mut parts_of = parts_by_owner(table);
         for region in table.iter_mut() {
-            let RegionView { key, first, .. } = region.view;
-            let last = waiting.range((key, Vpn(0))..(key, region.end())).next_back();
-            if last.is_some_and(|(_, &end)| end > first) {
+            if is_waiting(region, &waiting) {
                 continue;
             }
-            if region.usage.cow_breaks.end_rests(now_ns) && by_marks {
-                region.life.advance(Event::Reopen);
+            if region.usage.cow_breaks.end_rests(now_ns, by_marks) && by_marks {
+                if region.life.adopted().is_some() {
+                    region.examine(top);
+                } else {
+                    region.life.advance(Event::Reopen);
+                }
             }
             let whole = (by_marks && region.stays_whole()).then(|| region.extent_numbers());
             let parts = parts_of.entry(region.view.owner).or_default();
@@ -297,8 +300,7 @@ impl Marker {
         true
     }
 
-    /// The ends of the spans to unmark, by their starts.
-    fn waiting(&self) -> BTreeMap<(RegionKey, Vpn), Vpn> {
+    fn waiting(&self) -> Waiting {
         let changes = self.urgent.changes.iter().chain(&self.broken.changes);
         changes.map(|Change { span, .. }| ((span.region, span.first), span.first + span.pages.0)).collect()
     }
@@ -335,19 +337,42 @@ impl Marker {
             }
             self.queue(Span { region: key, first, pages }, why);
         }
-        self.queue_within(key, &region.marks.spans, first, end, why);
+        let any = self.hurry(key, first, end, why) | self.queue_within(key, &region.marks.spans, first, end, why);
+        if !any && !region.marks.spans.is_empty() {
+            // Its marks lie elsewhere.
+            return;
+        }
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;
     }
 
-    /// Queues the parts of marks between two pages for unmarking.
-    fn queue_within(&mut self, region: RegionKey, marks: &[Candidate], first: Vpn, end: Vpn, why: Why) {
+    /// Spans between two pages wait for unmarking because of breaks: now there's another reason, which can't wait.
+    /// Returns whether there are any.
+    pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn, why: Why) -> bool {
+        let mut any = false;
+        for change in std::mem::take(&mut self.broken.changes) {
+            let Change { span, .. } = change;
+            if span.region == key && span.first < end && span.first + span.pages.0 > first {
+                self.urgent.changes.push_back(Change { span, why });
+                any = true;
+            } else {
+                self.broken.changes.push_back(change);
+            }
+        }
+        any
+    }
+
+    /// Queues the parts of marks between two pages for unmarking. Returns whether there are any.
+    fn queue_within(&mut self, region: RegionKey, marks: &[Candidate], first: Vpn, end: Vpn, why: Why) -> bool {
+        let mut any = false;
         for mark in marks {
             let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
             if from < to {
                 self.queue(Span { region, first: from, pages: Pages(to.0 - from.0) }, why);
+                any = true;
             }
         }
+        any
     }
 
     /// Queues a region's spans for unmarking, because ksmd merged next to none of its duplicates.
@@ -544,16 +569,33 @@ impl Unmarking {
     }
 }
 
+/// The ends of spans that wait to be unmarked, by their starts.
+type Waiting = BTreeMap<(RegionKey, Vpn), Vpn>;
+
+/// Whether a part of a region waits to be unmarked.
+fn is_waiting(region: &Region, waiting: &Waiting) -> bool {
+    let key = region.view.key;
+    let last = waiting.range((key, Vpn(0))..(key, region.end())).next_back();
+    last.is_some_and(|(_, &end)| end > region.view.first)
+}
+
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
 /// (`pagefold exec`), because they're worth a scan. We leave out anything without headroom.
-fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
+fn ready(
+    table: &mut RegionTable,
+    waiting: &Waiting,
+    now_ns: u64,
+    mut headroom: Headroom,
+    config: &Config,
+) -> Vec<(u32, Vec<Candidate>)> {
     let parts_of = parts_by_owner(table);
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
-        if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) {
+        if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) || is_waiting(region, waiting) {
             continue;
         }
-        if region.survey.is_volatile(config) {
+        // In marked memory we mostly probe pages that have been written.
+        if region.marks.spans.is_empty() && region.survey.is_volatile(config) {
             region.hold.put_off(now_ns);
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
             continue;
@@ -563,7 +605,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
             marked_by_another(region, &headroom)
         } else {
             let parts = parts_of.get(&region.view.owner).copied().unwrap_or(0);
-            let room = config.spans_per_process.saturating_sub(parts);
+            let room = config.spans_per_process.saturating_sub(parts - region.parts());
             new_spans(region, room, &mut headroom, config)
         };
         if spans.is_empty() {
@@ -583,7 +625,7 @@ fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate>
     if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
 }
 
-/// At most `room` spans of a region that aren't marked yet.
+/// The spans of a region that aren't marked yet, if it has at most `room` in all.
 fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: &Config) -> Vec<Candidate> {
     let Some(judgement) = region.life.judgement().filter(|_| room > 0) else { return Vec::new() };
     let mut spans = region.spans(config, judgement.density, room);
@@ -744,7 +786,7 @@ mod tests {
     }
 
     fn find(marker: &mut Marker, table: &mut RegionTable, now_ns: u64, config: &Config) {
-        marker.find_cow_broken(table, now_ns, config.pace(config.governor), config);
+        marker.find_cow_broken(table, now_ns, 4, config.pace(config.governor), config);
     }
 
     /// What we unmark now: its bounds and the reason.
@@ -852,5 +894,67 @@ mod tests {
         region(&mut table).examine(4);
         find(&mut marker, &mut table, S, &config);
         assert_eq!(region(&mut table).marks.counts().duplicate.0, LARGE.0 - 512);
+    }
+
+    /// Has a region judged worth marking, with duplicates everywhere.
+    fn judge(region: &mut Region) {
+        region.examine(4);
+        for number in region.extent_numbers() {
+            let full = crate::marking::extents::Extent { resident: 400, duplicate: 400, ..Default::default() };
+            region.extents.insert(number, full);
+        }
+        region.judged(S, false);
+    }
+
+    /// How many spans may be marked now.
+    fn ready_spans(marker: &Marker, table: &mut RegionTable, now_ns: u64, config: &Config) -> usize {
+        let ready = ready(table, &marker.waiting(), now_ns, Headroom::default(), config);
+        ready.iter().map(|(_, spans)| spans.len()).sum()
+    }
+
+    #[test]
+    fn what_was_unmarked_is_marked_again_after_its_rest_and_only_once_it_was_unmarked() {
+        let config = Config { spans_per_process: 2, ..Config::default() };
+        let (mut marker, mut table) = (Marker::default(), written(LARGE, &[10]));
+        judge(region(&mut table));
+        assert_eq!(ready_spans(&marker, &mut table, S, &config), 0, "all is marked");
+        find(&mut marker, &mut table, S, &config);
+        region(&mut table).life.advance(Event::Reopen);
+        assert_eq!(ready_spans(&marker, &mut table, 400 * S, &config), 0);
+        assert!(region(&mut table).life.is_worth_marking(), "later");
+        unmark(&mut marker, &table, S).unwrap();
+        find(&mut marker, &mut table, 400 * S, &config);
+        // The region already has all the parts that its process may have, and gets fewer.
+        assert_eq!(ready_spans(&marker, &mut table, 400 * S, &config), 1);
+    }
+
+    #[test]
+    fn marked_memory_that_is_written_keeps_its_marks_until_it_is_unmarked() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[10]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        unmark(&mut marker, &table, S).unwrap();
+        let region = region(&mut table);
+        judge(region);
+        for round in 0..9 {
+            for page in 0..100 {
+                region.survey.probe(page, Digest((round + 1) << 16), round == 0, |_| true);
+            }
+        }
+        assert!(region.survey.is_volatile(&config));
+        ready_spans(&marker, &mut table, 2 * S, &config);
+        assert_eq!(table.iter().map(Region::parts).sum::<usize>(), 2);
+    }
+
+    #[test]
+    fn what_waits_because_of_breaks_is_unmarked_at_once_if_memory_is_short() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3]), Config::default());
+        find(&mut marker, &mut table, S, &config);
+        let (why, reason) = (Why::Charge, LeaveAlone::Relieved);
+        marker.take_apart(region(&mut table), Vpn(0), Pages(50), S, why, reason);
+        assert!(!marker.is_giving_room() && region(&mut table).hold.reason().is_none(), "its marks lie elsewhere");
+        marker.take_apart(region(&mut table), Vpn(1_536), Pages(512), S, why, reason);
+        assert!(marker.is_giving_room());
+        assert_eq!(unmark(&mut marker, &table, S), Some((1_536, 2_048, why)));
+        assert_eq!(unmark(&mut marker, &table, S), None);
     }
 }

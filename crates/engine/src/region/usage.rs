@@ -115,6 +115,13 @@ impl PageSet {
         self.groups.keys().map(|group| group * 64 / EXTENT_PAGES)
     }
 
+    /// How many pages of an extent are in the set.
+    pub fn in_extent(&self, number: u64) -> u64 {
+        let groups = EXTENT_PAGES / 64;
+        let bits = (number * groups..(number + 1) * groups).filter_map(|group| self.groups.get(&group));
+        bits.map(|bits| u64::from(bits.count_ones())).sum()
+    }
+
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }

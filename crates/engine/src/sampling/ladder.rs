@@ -236,6 +236,7 @@ impl Ladder {
         &self,
         table: &mut RegionTable,
         pages: u64,
+        round_ns: u64,
         allowance: &mut Allowance,
         runs: &mut Vec<PageRun>,
     ) {
@@ -250,6 +251,7 @@ impl Ladder {
             let random = self.phase ^ u64::from(region.view.key.0) << 32;
             let share = share.min(allowance.pages_left(region.view.owner));
             allowance.use_pages(region.view.owner, share);
+            region.usage.cow_breaks.set_visits(share, round_ns);
             for number in 0..share {
                 // Half of the checks go to pages that we don't observe yet, while there's room for more.
                 let mut page = None;
