@@ -116,7 +116,7 @@ enum Command {
     /// processes again until `pagefold include`.
     #[command(after_long_help = examples::UNMERGE)]
     Unmerge(unmerge::UnmergeArgs),
-    /// Let processes be merged again that were excluded
+    /// Let excluded processes be merged again
     #[command(after_long_help = examples::INCLUDE)]
     Include(include::IncludeArgs),
     /// Check whether this machine can run pagefold, and say what to change

@@ -257,7 +257,7 @@ fn a_process_that_starts_later_is_matched_by_its_name() {
     // The base name also matches and, for undoing, so does a file that others can change.
     let name = exe.file_name().unwrap().to_str().unwrap();
     std::fs::set_permissions(&*exe, PermissionsExt::from_mode(0o777)).unwrap();
-    assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by others than root");
+    assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by users other than root");
     succeed(&["unmerge", "--exe", name]);
     give_back(&ksm, &mut tenants);
 }

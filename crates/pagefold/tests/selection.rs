@@ -46,7 +46,7 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     chown(foreign.name(), Some(1234), None).unwrap();
     let stranger = filled(Holder::start_as(&foreign, PAGES), content);
 
-    let reason = "can be changed by others than root";
+    let reason = "can be changed by users other than root";
     let scan = json_of(&["scan", "--exe", "pf-upgraded"]);
     assert_eq!(scan["processes"].as_array().unwrap().len(), 4, "{scan}");
     let pids: Vec<i32> = holders.iter().map(Holder::pid).collect();

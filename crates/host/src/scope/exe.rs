@@ -47,14 +47,14 @@ pub struct Exe {
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Error)]
 pub enum Distrust {
-    /// Replaced or removed since it was started, and others than root could change it, or it was on another mount.
+    /// Replaced or removed since it was started, and users other than root could change it, or it was on another mount.
     #[error("has been replaced or removed since it was started, and may not have been root's")]
     Deleted,
     /// The path leads to another file, for example in a container.
     #[error("is not the file of that path on this machine (it may be in a container)")]
     Elsewhere,
-    /// Other users than root can change it or a directory above it.
-    #[error("can be changed by others than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
+    /// Users other than root can change it or a directory above it.
+    #[error("can be changed by users other than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
     Writable { path: PathBuf, uid: u32, mode: u32 },
     /// On a file system that a program provides.
     #[error("is on a file system that a program provides (FUSE)")]
@@ -62,8 +62,8 @@ pub enum Distrust {
     /// Only the command name matches.
     #[error("has another name: only the command name matches, which a program sets itself")]
     CommandName,
-    /// Others than root could have given this cgroup, or one above it, its name. It's not about the executable.
-    #[error("its cgroup {} could have been named by others than root", printable(.0.as_bytes()))]
+    /// Users other than root could have named this cgroup, or one above it. It's not about the executable.
+    #[error("its cgroup {} could have been named by users other than root", printable(.0.as_bytes()))]
     Cgroup(String),
 }
 
@@ -260,7 +260,7 @@ fn place_of(mountinfo: &[u8], mount: u64) -> Option<&[u8]> {
     None
 }
 
-/// The same among the mounts of a process whose root is called `/` as ours is. Whatever the error, we don't know it then.
+/// The same among the mounts of a process whose root is called `/` like ours. `None` on any error.
 fn place_seen_by(process: &Process, mount: u64) -> Option<Vec<u8>> {
     /// A user can make as many mounts as `fs.mount-max` allows.
     const MOUNTINFO_BYTES: u64 = 1 << 20;

@@ -202,7 +202,7 @@ fn processes_are_selected_by_user_and_executable() {
     // Others could put another program in the place of this one.
     fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let error = tree.pids(&by_exe("redis-server")).unwrap_err();
-    assert!(error.contains("process 10") && error.contains("can be changed by others than root"), "{error}");
+    assert!(error.contains("process 10") && error.contains("can be changed by users other than root"), "{error}");
 }
 
 #[test]
@@ -387,7 +387,7 @@ fn workloads_are_selected_by_name_in_every_version_of_cgroups() {
     // A user gave this unit its name: it counts only where nothing is granted.
     tree.process(20, b"nginx", nginx, 33, "0::/\n");
     let error = tree.pids(&by_name("unit", "nginx")).unwrap_err();
-    assert!(error.ends_with("user@7.service/nginx.service could have been named by others than root"), "{error}");
+    assert!(error.ends_with("user@7.service/nginx.service could have been named by users other than root"), "{error}");
     let undone = resolve_for_undoing(&by_name("unit", "nginx"), &tree.roots, &[]).unwrap();
     assert_eq!(undone.iter().map(ProcessInfo::pid).collect::<Vec<_>>(), [23]);
     let info = &undone[0];

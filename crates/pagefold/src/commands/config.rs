@@ -86,7 +86,7 @@ fn programs_of(options: &Options) -> Vec<&str> {
     names
 }
 
-/// The names of the programs that run, and of those in the usual directories.
+/// The names of running programs, and of programs in the usual directories.
 fn installed() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let all = ScopeSpec(vec![Selector::All]);
@@ -118,7 +118,7 @@ fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
         Some(nearest) => format!("did you mean {nearest}?"),
         None => "check the spelling".to_owned(),
     };
-    Some(format!("no program {name} runs here or is in a directory such as /usr/bin; {advice}"))
+    Some(format!("no program {name} is running or in a directory such as /usr/bin; {advice}"))
 }
 
 /// A single configuration file with the same settings. A comment names the origin of each value.

@@ -7,12 +7,12 @@ use crate::config::values::Allowed;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
-/// The most characters in each half of an error message. We need a limit because messages quote the file.
+/// Each half of an error message has at most this many characters, because messages quote the file.
 const PART_MOST: usize = 300;
 /// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. clap uses the same value.
 const NEAR: f64 = 0.7;
 
-/// Keys of `[tuning]` that used to be in other sections. From the next release on, we won't read them there.
+/// Keys of `[tuning]` that used to be in other sections. The next release won't read them there any more.
 const MOVED: [(&str, &[&str]); 3] = [
     ("run", &["top-share", "round", "levels"]),
     ("judgement", &["duplicate-threshold", "cow-threshold", "lifetime"]),
@@ -119,7 +119,8 @@ impl<'a> Source<'a> {
 pub fn parse(text: &str, name: &str) -> Result<Options, String> {
     read(text).map_err(|Problem { offset, message }| {
         let line = 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
-        // The problem may be a long quote from the file. We shorten it apart from the advice, which must stay readable.
+        // The problem may be a long quote from the file. We shorten it separately from the advice, which must stay
+        // readable.
         let (wrong, advice) = message.rsplit_once("; ").unwrap_or((&message, "see pagefold.toml(5)"));
         format!("{} line {line}: {}; {}", printable(name), printable(wrong), printable(advice))
     })

@@ -20,7 +20,7 @@ use std::time::Duration;
 const NAME: &str = "enabled.toml";
 /// How long we wait for another `enable` or `disable`.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
-/// The most selectors: each is compared with each process.
+/// We allow at most this many selectors: each is compared with each process.
 const MOST: usize = 1_000;
 
 #[derive(Debug)]
@@ -35,8 +35,8 @@ pub struct EnabledFile {
 }
 
 impl EnabledFile {
-    /// Reads the file, which need not exist. Nobody else changes it meanwhile. With `create`, there's a configuration
-    /// file afterwards, so that its drop-ins are read.
+    /// Reads the file, which need not exist. Nobody else can change it until we drop the result. With `create`, we
+    /// create the configuration file if there's none, so that its drop-ins are read.
     ///
     /// # Errors
     /// A configuration file is invalid, or not safely owned.
@@ -44,7 +44,7 @@ impl EnabledFile {
         let lock = KsmPaths::default().lock.with_file_name("enable.lock");
         let lock = Lock::take_within(&lock, LOCK_LIMIT).map_err(|error| match error {
             LockError::Held { .. } => {
-                Exit::new(exit::FAILURE, "another pagefold enable or disable runs; try again later")
+                Exit::new(exit::FAILURE, "another pagefold enable or disable is running; try again later")
             }
             error => Exit::new(exit::FAILURE, format!("{error}; check /run/pagefold")),
         })?;

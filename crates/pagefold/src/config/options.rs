@@ -167,15 +167,15 @@ options! {
     "limits" "Limits"
         "Limits on pagefold's work on other processes, even if the governor allows more. Reloaded by SIGHUP." {
         "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
-            = preset.limits.pages_per_process, "Most pages to read from one process";
+            = preset.limits.pages_per_process, "Cap on pages read from one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,
-            "Most pages to read from all processes together";
+            "Cap on pages read from all processes together";
         "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS),
             = preset.limits.stops_per_process, "How often one process may be stopped";
         "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS),
             = preset.limits.stops, "How often processes may be stopped, all together";
         "moves-per-second" "N" moves_per_second: u64, Count(range::MOVES), = preset.limits.moves,
-            "Most merged pages to move to another memory node";
+            "Cap on merged pages moved to another memory node";
         "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS),
             = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
@@ -258,7 +258,7 @@ options! {
         "Parameters of the papers' algorithms. Governors and presets set most of them together, and there's rarely a \
          reason to change one alone." {
         "top-share" "--top-share <PERCENT>" top_share: Permyriad, Share(range::TOP_SHARE), "20",
-            "Most CPU time to use, as a share of one core, instead of the governor's (UKSM p)";
+            "Limit on CPU time, as a share of one core; replaces the governor's (UKSM p)";
         "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS),
             "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
             "Length of a sampling round, instead of the governor's (UKSM t)";

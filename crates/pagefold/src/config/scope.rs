@@ -163,7 +163,7 @@ pub fn explain(error: &ScopeError) -> Exit {
             Some(name) if is_unit(name) => {
                 return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
             }
-            _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows the programs that run"),
+            _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows running programs"),
         },
         ScopeError::NameOnly { .. } => (exit::NO_SCOPE, "name them by --pid, --cgroup or --user"),
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),

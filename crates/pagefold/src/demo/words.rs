@@ -145,7 +145,7 @@ pub fn verified(bytes: u64, merged: &Merged, style: Style) -> String {
     let last = merged.observed.last();
     let memory = merged.observed.workers.iter().sum();
     let note = format!(
-        "   In memory: the workers' Pss. Saved: KSM's own count. CPU time without this\n   display: pagefold {:.2} s, ksmd {:.2} s. Marked: {}.",
+        "   \"In memory\" is the workers' Pss, \"saved\" KSM's count. CPU time, display\n   excluded: pagefold {:.2} s, ksmd {:.2} s. Marked: {}.",
         merged.own_cpu.as_secs_f64(),
         last.ksmd_cpu.as_secs_f64(),
         human(merged.marked)
