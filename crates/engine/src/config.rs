@@ -64,12 +64,12 @@ pub struct Config {
     pub levels: usize,
     /// The share of one core for sampling the bottom level (0.2 % in UKSM).
     pub bottom_share: Permyriad,
-    /// The duplicate ratio from which we promote a region (UKSM `V_dup`).
+    /// The duplicate ratio at which we promote a region (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The duplicate ratio when merging on request, where later visits only go to the duplicates.
+    /// The same when merging on request, where later visits only go to the duplicates.
     pub request_threshold: Permyriad,
-    /// The share of pages that change between two visits from which we leave a region alone (UKSM `V_cow`). At 100 %
-    /// we also merge where breaks cost more than merges save.
+    /// We leave a region alone if this share of its pages changes between two visits (UKSM `V_cow`). At 100 % we also
+    /// merge where breaks cost more than merges save.
     pub cow_threshold: Permyriad,
     /// The age a region must have before we promote it (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
@@ -77,15 +77,15 @@ pub struct Config {
     pub probation_rounds: u64,
     /// We mark an extent if its share of duplicates is at least this high.
     pub density: Density,
-    /// The lowest such share, for sparser extents that we mark once ksmd has been idle for long enough. Below 3 %,
-    /// ksmd's records (64 bytes for each page) take more than the duplicates give back.
+    /// Once ksmd has been idle for long enough, we also mark sparser extents, down to this share. Below 3 %, ksmd's
+    /// records (64 bytes for each page) take more than the duplicates give back.
     pub thinnest_density: Permyriad,
-    /// A span is worth a system call in the target from this many duplicate pages on.
+    /// A span must hold this many duplicates to be worth a system call in the target.
     pub span_pages_min: Pages,
     /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
-    /// The most parts of mappings we mark in one process: each may split a mapping in three.
+    /// We mark at most this many spans in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
@@ -141,7 +141,7 @@ impl Config {
         Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns), price_ns }
     }
 
-    /// The duplicate ratio from which we promote a region.
+    /// The duplicate ratio at which we promote a region.
     pub fn threshold(&self) -> Permyriad {
         if self.mechanism.carrier().by_marks {
             self.duplicate_threshold
@@ -160,7 +160,7 @@ impl Config {
         self.cow_threshold < Permyriad(10_000)
     }
 
-    /// The age from which we may promote a region that appears during the run, nanoseconds.
+    /// The age at which we may promote a region that appears during the run, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
     }

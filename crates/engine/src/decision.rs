@@ -67,13 +67,13 @@ pub enum Reason {
     TooYoung,
     /// Merging it costs more than the governor pays.
     DoesNotPay {
-        /// The pages that would be marked and scanned together: two scans for everything that waits.
+        /// The waiting pages: they'd be marked together, and ksmd would scan twice for all of them.
         wave: Wave,
         /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,
     },
-    /// We haven't marked its sparser parts yet: new regions may hold copies of them, and we read those first. We wait
-    /// until `until_ns` at most.
+    /// We haven't marked its sparser parts yet: new regions may hold copies of them, and we read those regions first.
+    /// We wait until `until_ns` at most.
     AwaitsNewcomers,
     /// Memory is short.
     MemoryShort,
@@ -200,7 +200,7 @@ impl DecisionLog {
         self.number
     }
 
-    /// The changes after the first `number`, as far as we still keep them.
+    /// The changes after the first `number` that we still keep.
     pub fn since(&self, number: u64) -> impl Iterator<Item = &DecisionChange> {
         let new = usize::try_from(self.number.saturating_sub(number)).unwrap_or(usize::MAX);
         self.changes.iter().skip(self.changes.len().saturating_sub(new))

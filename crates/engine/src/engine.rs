@@ -53,7 +53,7 @@ pub struct Engine {
     config: Config,
     /// The machine as we last saw it.
     snapshot: Snapshot,
-    /// Whether we've seen the first snapshot: regions that appear from then on are new.
+    /// Whether we've seen the first snapshot. Regions that appear later are new.
     running: bool,
     /// Everything we read in this cycle.
     plan: Plan,

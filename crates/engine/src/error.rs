@@ -11,7 +11,7 @@ pub enum ConfigError {
         noun: &'static str,
         /// The name that was given.
         name: String,
-        /// The names there are.
+        /// The permitted names.
         known: Vec<&'static str>,
     },
     /// The text isn't an amount of memory.

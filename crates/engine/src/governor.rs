@@ -34,11 +34,11 @@ pub enum Governor {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// The most of one core that pagefold and ksmd may use together (UKSM `p`).
+    /// The share of one core that pagefold and ksmd may use together (UKSM `p`).
     pub top: Permyriad,
     /// The time of a global round (UKSM `t`), nanoseconds.
     pub round_ns: u64,
-    /// The most CPU time that a saved page may cost, nanoseconds.
+    /// A saved page may cost at most this much CPU time, nanoseconds.
     pub price_ns: u64,
 }
 
@@ -62,7 +62,7 @@ impl Governor {
         Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000, price_ns: price_us * 1_000 }
     }
 
-    /// The governor that `Auto` chooses, `current` being the one in force.
+    /// The governor that `Auto` chooses while `current` is in force.
     ///
     /// With plenty of memory that's `Low`. We take the worse of two signs that memory is scarce. One is how long programs
     /// wait for memory, where the kernel reports it (PSI). The other is how little is still available (ksmtuned starts
@@ -105,8 +105,8 @@ impl Governor {
 
 /// The governor only falls if memory is less scarce by this much.
 const SLACK: u64 = 10;
-/// For `Auto`, memory is at least as scarce as this: it's `Low` until programs wait for a CPU more than a fifth of the
-/// time, and again once they wait less than a tenth of it.
+/// `Auto` takes memory to be at least this scarce, so it's `Low` until programs wait for a CPU more than a fifth of the
+/// time, and again once they wait less than a tenth.
 const LEAST: u64 = 35;
 
 named!(Governor, "governor");

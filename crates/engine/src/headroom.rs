@@ -47,14 +47,14 @@ struct LimitRoom {
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
-    /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
+    /// The oldest time at which we read a limit on pages that may be merged, nanoseconds. `None`: no such limits.
     read_ns: Option<u64>,
     lends: bool,
 }
 
 impl Headroom {
-    /// Lends half of the reserve until the next look, or doesn't. If others hold a content merged already, another page
-    /// with it joins theirs: its cgroup pays nothing, and what we lent is free again after two scans.
+    /// Sets whether half of the reserve is lent until the next look. If others already share a merged page, an equal
+    /// page joins it: its cgroup pays nothing, and the loan is free again after two scans.
     pub fn lend(&mut self, lends: bool) {
         self.lends = lends;
     }
@@ -126,7 +126,7 @@ impl Headroom {
         self.of_owner.contains_key(&owner)
     }
 
-    /// When we read the limits of pages that may be merged, the oldest reading, nanoseconds. `None`: there are none.
+    /// The oldest time at which we read a limit on pages that may be merged, nanoseconds. `None`: no such limits.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns
     }
@@ -204,7 +204,7 @@ mod tests {
     fn all_that_may_be_merged_fits_beside_what_is_in_use() {
         let limits = [view(7, 1_400, 400, &[1], 5), view(8, 4_000, 1_000, &[1, 2], 5)];
         let found = look(&mut Headroom::default(), &limits, [50, 300, 900]);
-        // 400 less the reserve of 140 and the 50, and 1000 less 400 and 350.
+        // 400 - 140 (reserve) - 50 and 1000 - 400 (reserve) - (50 + 300).
         assert_eq!(found, [Some((7, 210)), Some((8, 250)), None]);
         assert_eq!(look(&mut Headroom::default(), &limits, [250, 300, 0])[0], Some((7, 10)));
         assert_eq!(look(&mut Headroom::default(), &limits, [300, 300, 0]), [Some((7, 0)), Some((8, 0)), None]);
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(50))));
         headroom.take(OwnerKey(1), Pages(40));
         assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(10))));
-        // It has paid for 40 pages more: no more is lent.
+        // 50 more pages may be merged now, which uses up the lent half as well.
         let limits = [view(7, 1_000, 400, &[1], 9)];
         assert_eq!(look(&mut headroom, &limits, [350, 0, 0])[0], Some((7, 0)));
         headroom.lend(true);
@@ -265,7 +265,7 @@ mod tests {
         let [outside, below] = [view(7, 1_000, 200, &[1, 2], 1), view(7, 1_000, 200, &[1, 2, 3], 2)];
         assert_eq!(look(&mut headroom, from_ref(&outside), [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
         assert_eq!(look(&mut headroom, from_ref(&below), [50; 3]), [None; 3], "it has been moved below the limit");
-        // We haven't read the limit again meanwhile.
+        // We haven't read the limit again since.
         look(&mut headroom, from_ref(&outside), [0; 3]);
         look(&mut headroom, from_ref(&outside), [0, 0, 50]);
         assert_eq!(look(&mut headroom, from_ref(&below), [0; 3]), [Some((7, 100)); 3]);

@@ -443,7 +443,7 @@ pub struct MergeRange {
 /// The pages that replace others in a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// As many neighbouring pages, from this one on.
+    /// As many neighbouring pages, starting with this one.
     Run(RegionKey, Vpn),
     /// This one page, for the whole range.
     Page(RegionKey, Vpn),

@@ -11,7 +11,7 @@
 use crate::hash::Digest;
 use crate::units::low_bits;
 
-/// The most entries in one tree before the forest doubles: a dozen cache lines. With 256 entries, a tenth of the
+/// When a tree outgrows this many entries (a dozen cache lines), the forest doubles. With 256 entries, a tenth of the
 /// instructions for finding duplicates went into moving half a tree at each insertion.
 const TREE_MAX: usize = 64;
 /// A tree grows by this many entries.

@@ -69,7 +69,7 @@ pub struct GroupKey(pub u16);
 #[serde(transparent)]
 pub struct NodeKey(pub u16);
 
-/// A set of NUMA nodes. Nodes from 64 on are in no set.
+/// A set of NUMA nodes. Nodes numbered 64 or higher are in no set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeSet(pub u64);
 

@@ -10,7 +10,7 @@ use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
-/// The most points of the curve. When there are more, we drop every second one.
+/// When the curve has this many points, we drop every second one.
 const CURVE_MOST: usize = 1 << 14;
 
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).

@@ -24,7 +24,7 @@ const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
 const LIMITS_NS: u64 = 10_000_000_000;
 /// The longest scan that we kick, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
-/// From this share of a core on we kick scans instead of pacing them, parts in 10,000.
+/// If the governor allows at least this share of a core, we kick scans instead of pacing them, parts in 10,000.
 const KICK_SHARE: u32 = 9_000;
 /// The highest usual cost of a page, nanoseconds: ksmd merges the page, and its trees don't hold a copy yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;
@@ -128,7 +128,7 @@ impl ScanScheduler {
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
-    /// Roughly how many of the pages that KSM counts as merged are gone. KSM counts them until ksmd passes
+    /// Roughly how many of the pages that KSM counts as merged are gone. KSM counts them until ksmd visits them
     /// (`remove_rmap_item_from_tree`, mm/ksm.c, Linux 6.12).
     pub fn exited(&self) -> Pages {
         self.exited + self.reaping

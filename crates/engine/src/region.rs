@@ -38,7 +38,7 @@ pub enum Fork {
     First,
     /// We read the shared pages in the first of its relatives.
     Relative,
-    /// The first has duplicates. ksmd replaces each mapping by itself, so we read them here, too.
+    /// The first relative has duplicates. ksmd replaces each mapping separately, so we read the shared pages here, too.
     Follows,
 }
 
@@ -61,7 +61,7 @@ pub struct Region {
     /// What its process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
-    /// Whether others in scope that were forked from its process, or the reverse, have a region at its place.
+    /// Whether a process in scope that's related to its own by fork has a region at the same place.
     pub has_relatives: bool,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
@@ -327,7 +327,7 @@ impl Region {
         spans
     }
 
-    /// The parts of spans that lie before `from` and from `to` on.
+    /// The parts of spans that lie before `from`, or at `to` and above.
     pub fn beside(&self, spans: &[Candidate], from: Vpn, to: Vpn) -> Vec<Candidate> {
         // While we read the region again we only know some of its extents.
         let are_known = self.life.is_judged() && self.life.adopted().is_none();
@@ -341,8 +341,7 @@ impl Region {
         !self.in_blocks && self.view.pages < SPLIT_FROM
     }
 
-    /// How many parts of its mapping are marked by themselves. The mark of a whole mapping doesn't split it, nor do those
-    /// of all its blocks.
+    /// How many parts of its mapping are marked separately. Marks of a whole mapping, or of all its blocks, don't split it.
     pub fn parts(&self) -> usize {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
         if marked < self.view.pages { self.marks.spans.len() } else { 0 }

@@ -32,8 +32,8 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, VecDeque};
 
 /// Unmerging makes copies in steps of this many pages. Each step needs a margin besides: 32 MiB that the process and
-/// its neighbours may allocate meanwhile, and 2 MiB that the kernel charges in advance on each processor that copies
-/// (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
+/// its neighbours may allocate during the step, and 2 MiB that the kernel charges in advance on each processor that
+/// copies (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
 pub const UNMERGE_STEP: Pages = Pages(EXTENT_PAGES);
 /// See [`UNMERGE_STEP`].
 pub const UNMERGE_MARGIN: Pages = Pages(8_704);
@@ -43,7 +43,7 @@ pub fn margin_below(limit: Pages) -> Pages {
     UNMERGE_MARGIN.min(Pages(limit.0 / 4))
 }
 
-/// The most pages we look up for one cgroup, and in one cycle.
+/// We look up at most this many pages for one cgroup, and in one cycle.
 const LOOKED_UP_MOST: u64 = 1 << 22;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.

@@ -76,9 +76,9 @@ pub struct Collisions {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
-    /// Those for the next cycle: relatives' mappings aren't marked yet, or the page to keep was in use.
+    /// Pairs for the next cycle: relatives' mappings aren't marked yet, or the page to keep was in use.
     put_off: Vec<Pair>,
-    /// The pages that they keep.
+    /// The pages that the pairs keep.
     kept: FxHashSet<Location>,
     /// How many pages we've named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
@@ -107,7 +107,7 @@ impl Requests {
         true
     }
 
-    /// Counts more sharers of a kept page. False if it can't have so many.
+    /// Counts more sharers of a kept page. False if it can't have that many.
     fn add_sharers(&mut self, keep: IndexedPage, more: usize) -> bool {
         if self.sharers.len() >= COUNTED_MOST {
             self.sharers.clear();
@@ -126,7 +126,7 @@ impl Requests {
         std::mem::take(&mut self.pairs)
     }
 
-    /// Names a pair, and these pages of relatives with it. False if the page to keep can't have so many sharers.
+    /// Names a pair, and these pages of relatives with it. False if the page to keep can't have that many sharers.
     pub fn name(&mut self, pair: Pair, relatives: &[IndexedPage]) -> bool {
         if pair.keep.is_some_and(|keep| !self.add_sharers(keep, relatives.len())) {
             return false;
@@ -233,7 +233,7 @@ impl Requests {
                 collisions.digests.extend(self.record_page(page, result.merging, table, index, now_ns));
             }
         }
-        // Last, since then we know which pages to keep have been merged.
+        // Comes last: by then we know which of the kept pages are merged.
         for result in results.iter().filter(|result| result.merging == Merging::Busy) {
             for at in 0..result.range.take.pages {
                 self.record_busy(result.range.part(at, 1), table, index, now_ns);
@@ -304,8 +304,9 @@ impl Requests {
         None
     }
 
-    /// Records that one page of a pair is in use. A merged page is never in the way, so it's the other one then.
-    /// Otherwise we don't know which, and take it to be the page to keep, so that it keeps no others apart.
+    /// Records that one page of a pair is in use. A merged page never prevents a merge, so if one of the two is merged,
+    /// it's the other. Otherwise we don't know which, and take it to be the page to keep, so that it blocks no other
+    /// merges.
     fn record_busy(&mut self, page: MergeRange, table: &mut RegionTable, index: &mut Index, now_ns: u64) {
         let PageRun { region, first, .. } = page.take;
         let Some(pair) = self.pair_of(region, first) else { return };

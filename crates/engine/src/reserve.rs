@@ -6,8 +6,8 @@
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
 //!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
-//!   we merge there ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all in scope
-//!   are below it.
+//!   we merge there ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all
+//!   processes in scope are below it.
 //! - If less is left than the reserve, memory is short: we merge nothing more there until there's room again.
 //!
 //! Unmerging makes no room, it takes some at once. It only brings forward, in steps and while there is room, copies
@@ -256,8 +256,8 @@ impl Reserve {
         self.copies.observe(now_ns, self.counted.saturating_sub(self.own_copies));
     }
 
-    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` the most of it that belongs to a
-    /// process. Returns whether memory is or was short for some process.
+    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` an upper bound on a process's part of
+    /// it. Returns whether memory is or was short for some process.
     pub fn look(
         &mut self,
         keep: Keep,

@@ -11,8 +11,8 @@
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! Nothing shows afterwards how relatives came to share. So those that wrote the same contents after the fork count as
-//! sharers if we didn't see it: they were merged before this run, or written again and merged before we read them.
+//! Nothing shows afterwards how relatives came to share. So relatives that wrote the same contents after the fork count
+//! as sharers if we didn't see it: they were merged before this run, or written again and merged before we read them.
 //!
 //! Merged zeros are those that ksmd counts for each process, or the pages that held zeros when we read them and map the
 //! zero page now, whichever is more.
@@ -242,9 +242,9 @@ impl SavingCounter {
 #[derive(Clone, Copy, Debug)]
 struct Relatives {
     all: f64,
-    /// Those that had a frame of their own.
+    /// How many had a frame of their own.
     own: f64,
-    /// When we first saw the oldest of those, and of the others, nanoseconds.
+    /// When we first saw the oldest relative with a frame of its own, and the oldest other one, nanoseconds.
     oldest_own_ns: u64,
     oldest_other_ns: u64,
     /// Whether another relative still maps the frame that they shared through fork.
@@ -268,8 +268,8 @@ impl Relatives {
         }
     }
 
-    /// How many more frames there would be if nothing of theirs were merged. One that's younger than an owner of a frame
-    /// may have been forked from it since, and would share that frame.
+    /// How many more frames the relatives would hold if nothing were merged. A relative younger than a frame's owner
+    /// may have been forked from that owner since, and would share the frame.
     fn unmerged_frames(&self) -> f64 {
         let is_another_shared = self.oldest_other_ns <= self.oldest_own_ns && !self.is_frame_kept;
         self.own + f64::from(u8::from(is_another_shared))
@@ -413,7 +413,7 @@ mod tests {
         let merged: Vec<_> =
             (1..=6).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 6))).collect();
         assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(400));
-        // ksmd hasn't come by one of the two, which keeps their frame.
+        // ksmd hasn't visited one of the two, so it keeps their frame.
         let left = StateSample { region: RegionKey(1), page: Vpn(1_000), state: PageState::Shared };
         let kept = Counted { others: vec![left], ..Counted::default() };
         let mut rest = merged.clone();

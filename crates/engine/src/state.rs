@@ -115,7 +115,7 @@ impl MemoryState {
 #[serde(default)]
 pub struct CopyTotals {
     pub copied_bytes: u64,
-    /// The most within 24 hours.
+    /// The most copies within 24 hours.
     pub copied_worst_day_bytes: u64,
 }
 

@@ -15,14 +15,14 @@
 
 use crate::hash::LINES;
 
-/// The fewest lines.
+/// We hash at least this many lines.
 const WEAKEST: u32 = 2;
 /// The cost of a page besides its lines. Half of it is the kernel's.
 const PAGE_LINES: u64 = 10;
 /// The cost, in cache lines, of comparing two pages that only look alike: 35 for the comparison itself (by instructions
 /// counted in a guest), and the rest because we hash the page again, this time all of it.
 const COLLISION_LINES: u64 = 256;
-/// Wasted comparisons only count from this number on. There are always some, from pages written meanwhile.
+/// Wasted comparisons only count once there are this many: pages written after we hashed them always cause some.
 const COLLISIONS_MIN: u64 = 256;
 /// We count comparisons over at least this many pages, and over this many times the pages in the index. Then we halve
 /// the counts.

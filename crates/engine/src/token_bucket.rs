@@ -5,12 +5,11 @@ use crate::units::Permyriad;
 
 /// We can save up unused time for this long, nanoseconds.
 const KEPT_NS: u64 = 60_000_000_000;
-/// A portion takes this long, nanoseconds: long enough to be worth starting, short enough for others who wait
-/// meanwhile.
+/// A portion takes this long, nanoseconds: long enough to be worth starting, short enough for others who are waiting.
 const PORTION_NS: u64 = 4_000_000;
 /// We assume at first that one page costs this much, nanoseconds.
 const PAGE_NS: u64 = 1_500;
-/// The most pages in a portion.
+/// A portion has at most this many pages.
 const PAGES_MOST: u64 = 8_192;
 
 /// Says when a portion is due, and how large it may be.
@@ -24,7 +23,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// For work that may take this share of a core from `now_ns` on.
+    /// For work that may take this share of a core, starting at `now_ns`.
     pub fn new(share: Permyriad, now_ns: u64) -> Self {
         Self { share, left_ns: 0, last_ns: now_ns, page_ns: PAGE_NS }
     }

@@ -5,8 +5,8 @@ use pagefold_procmem::process::ReadError;
 /// To see whether a process maps and unmaps all the time, we read its size this many times in a row, which takes some
 /// 400 us.
 const SIZE_READS: u32 = 256;
-/// A process does so if its size shrinks this many times during these reads: some 5,000 times a second. Growing proves
-/// nothing.
+/// A process maps and unmaps all the time if its size shrinks this many times during these reads: some 5,000 times a
+/// second. Growing proves nothing.
 const SHRINKS: u32 = 2;
 /// We check whenever the size has changed, until this many checks have found nothing. We need several, because a
 /// program that waits for a processor during a check maps nothing. Later checks are further apart.
@@ -54,7 +54,7 @@ impl ChurnDetector {
         Ok(self.is_restless(now_ns))
     }
 
-    /// Whether the last checks have found that it does.
+    /// Whether the last checks found that the process maps and unmaps all the time.
     pub(super) fn is_restless(&self, now_ns: u64) -> bool {
         now_ns < self.until_ns
     }

@@ -28,7 +28,7 @@ pub struct ScopeRules {
     pub domain_rules: DomainRules,
     /// The domains known so far.
     pub domains: Domains,
-    /// The one domain that ksmd merges. `None`: we don't use ksmd, so each domain is merged by itself or not at all.
+    /// The one domain that ksmd merges. `None`: we don't use ksmd, so each domain is merged separately or not at all.
     pub merged: Option<DomainKey>,
     /// The rules for groups with limits, by the number of the group.
     pub groups: Vec<Rule>,

@@ -122,8 +122,8 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether we may name a page (`None`: it wasn't mapped), and for how many pages from there on the answer is the
-    /// same.
+    /// Whether we may name a page (`None`: it wasn't mapped), and for how many pages, this one included, that answer
+    /// holds.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
         match self.mapped.get(next) {
@@ -150,8 +150,8 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     }
 }
 
-/// Gives each stretch the key of the former region that it overlaps most, or a new key. Leaves out new ones that hold
-/// nothing.
+/// Gives each stretch the key of the former region that it overlaps most, or a new key. Leaves out new stretches that
+/// hold nothing.
 pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
     let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;
     let mut pairs = Vec::new();

@@ -97,9 +97,9 @@ pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
     pub(crate) merged: Vec<MergedSample>,
-    /// The other shared pages among those that we searched.
+    /// The other shared pages among the ones that we searched.
     others: Vec<StateSample>,
-    /// If we counted savings.
+    /// The count, if we counted savings.
     pub(crate) counted: Option<Counted>,
     /// Processes that we couldn't read completely.
     pub(crate) failed: Vec<(i32, ReadError)>,

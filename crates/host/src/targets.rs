@@ -30,7 +30,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// How old a list of mappings may be that took us long to read.
+/// If a list of mappings took us long to read, it may be this old.
 const LISTING_FRESH: Duration = Duration::from_secs(10);
 
 /// One process in scope.
@@ -61,14 +61,14 @@ pub struct Target {
     pub(crate) request: UnmergeRequest,
     /// When it came into scope, if that was after the run began, nanoseconds.
     pub(crate) appeared_ns: Option<u64>,
-    /// Whether we don't survey the process yet, because similar processes ended soon.
+    /// Whether we don't survey the process yet, because similar processes died young.
     pub on_probation: bool,
     check: LastCheck,
     marks: MarkRecord,
     surveys: Surveys,
     /// A read of its memory that hasn't returned in time.
     late_read: Option<Pending>,
-    /// The mappings that it finds, and when, if it's one of [`Self::mappings_now`].
+    /// If it's a read by [`Self::mappings_now`]: the mappings that it finds, and when.
     listing: Option<Receiver<Result<Listed, ReadError>>>,
 }
 
@@ -161,7 +161,7 @@ impl Target {
         })
     }
 
-    /// Its mappings. If it takes long to read them, that goes on, and a later call returns them.
+    /// Its mappings. If reading them takes long, we go on in the background, and a later call returns them.
     pub(crate) fn mappings_now(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
         self.mappings_by(read_smaps)
     }
@@ -189,8 +189,8 @@ impl Target {
         }
     }
 
-    /// Leaves a thread behind that is busy with the process. It's a stall once the process has kept it waiting for long
-    /// enough: others may have taken our patience, or the injector's time.
+    /// Leaves behind a thread that's busy with the process. It counts as a stall once the process itself has kept the
+    /// thread waiting for long enough: others may have used up our patience, or the injector's time.
     pub(crate) fn leave(&self, pending: &mut Pending) {
         if !pending.waits_for_target() {
             return;
@@ -303,7 +303,7 @@ impl Target {
         Ok(self.survey(now_ns, sizes, new_key)? || changed)
     }
 
-    /// Whether a survey of the process isn't worth it yet, because similar processes ended soon. A fork of a marked
+    /// Whether a survey of the process isn't worth it yet, because similar processes died young. A fork of a marked
     /// program may have inherited the marks, so we always survey it.
     fn may_end_soon(&self, now_ns: u64, history: &ProgramHistory) -> bool {
         let (Some(since_ns), Some(family)) = (self.appeared_ns, self.family()) else { return false };
@@ -312,7 +312,7 @@ impl Target {
             return false;
         }
         let is_marked = self.image().is_some_and(|image| history.marked.domain(image).is_some());
-        // Since its exec it has memory of its own.
+        // After an exec its memory is its own.
         !is_marked || self.info.process.stat().is_ok_and(|stat| !stat.only_forked)
     }
 

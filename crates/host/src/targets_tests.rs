@@ -481,8 +481,8 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
     assert!(!READS.pause(&process).is_zero());
 }
 
-/// A program can make our reads compute for long, by mappings with long names. We wait no longer than for one that
-/// sleeps, and use what we find later.
+/// A program can make our reads compute for long, by mappings with long names. We wait no longer than for a sleeping
+/// one, and use the result later.
 #[test]
 fn a_read_that_computes_for_long_goes_on_without_us() {
     let mut watched = Watched::new();

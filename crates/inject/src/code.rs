@@ -33,7 +33,7 @@ impl Code {
         Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })
     }
 
-    /// Fills `bytes`, no more than a page, from `at` on. False if not all of that is mapped, or if we can't read it.
+    /// Fills `bytes`, no more than a page, with the code at `at`. False if part of it isn't mapped or we can't read it.
     pub fn read(&self, bytes: &mut [u8], at: u64) -> bool {
         let Some(last_byte) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
         let mut entries = [0; 2];
@@ -140,7 +140,7 @@ mod tests {
             ControlFlow::Continue(())
         })
         .unwrap();
-        // "across" has mapped page 2. The piece from page 32 on begins with the last bytes of page 31.
+        // "across" has mapped page 2. The piece that starts with page 32 begins with the last bytes of page 31.
         assert_eq!(seen, [(0, 3), (31, 1), (31, 2), (50, 1), (99, 1)]);
         let mut byte = [0; 8];
         assert!(code.read(&mut byte, start) && byte[0] == b'x');

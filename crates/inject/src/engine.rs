@@ -34,7 +34,7 @@ const LOCK_TRIES: u32 = 4;
 
 #[derive(Debug)]
 pub struct AttemptOutcome {
-    /// The results of the calls that were made, from the first on.
+    /// The results of the calls that were made, in order.
     pub results: Vec<Result<u64, Errno>>,
     /// How long we stopped the thread, if we did.
     pub stop_ns: Option<u64>,
@@ -159,7 +159,7 @@ fn finish(
             drop(sender.send(outcome));
         }
         StopOutcome::Awaited(outcome, tid) => {
-            // Until it stops we don't stop its process again.
+            // Until the thread stops we don't try its process again.
             stall(process, Arc::downgrade(alive), is_shared && outcome.is_late());
             drop(sender.send(outcome));
             await_stop(tid);
@@ -167,7 +167,7 @@ fn finish(
     }
 }
 
-/// Keeps us from trying a process while a thread is at it, and for a pause if we give it up.
+/// Keeps us from trying a process while one of our threads is busy with it, and for a pause if we give it up.
 fn stall(process: &Process, thread: Weak<()>, gives_up: bool) {
     if gives_up {
         ATTEMPTS.give_up(process, thread);
@@ -224,7 +224,7 @@ fn set_cut_short_mask(how: i32) {
     }
 }
 
-/// Makes a thread of this process return from [`seize`], if it waits there.
+/// Makes a thread of this process return from [`seize`], if it's waiting there.
 fn cut_short(tid: i32) {
     // SAFETY: we pass no memory. The signal has a handler or, before the first `seize`, is blocked.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, CUT_SHORT) };

@@ -23,7 +23,7 @@ use tracing::debug;
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
 /// After this many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
 const FAILURES_MOST: u32 = 8;
-/// An injector that lived for so long ends such a row.
+/// An injector that lived this long ends such a row.
 const HEALTHY: Duration = Duration::from_secs(60);
 /// How long a request that goes first waits for an earlier one, and how often it looks.
 const TURN_LIMIT: Duration = Duration::from_secs(5);
@@ -119,8 +119,8 @@ impl Injector {
         Self { supervised: Arc::new(Mutex::new(supervised)), queue: Arc::default() }
     }
 
-    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered
-    /// or one that goes first waits. The injector may still carry them out then.
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is
+    /// unanswered or one that goes first is waiting. The injector may still carry them out then.
     pub fn set_patience(&mut self, patience: Duration) {
         self.lock().patience = Some(patience);
     }
@@ -213,8 +213,8 @@ impl InjectorHandle {
         supervised.run(process, Some(program), calls, limits)
     }
 
-    /// Like [`Self::run_in`], but waits for earlier requests to end, and goes before those of [`Self::run_in`] meanwhile. For a
-    /// thread that may be abandoned.
+    /// Like [`Self::run_in`], but waits for earlier requests to end, and goes before requests of [`Self::run_in`] while
+    /// it waits. For a thread that may be abandoned.
     pub fn run_first(
         &self,
         process: &Process,
@@ -353,7 +353,7 @@ mod tests {
         echo '{"version":4,"id":'"${id%%,*}"',"pid":1,"cpu_ns":0,"refusal":null,"result":{"Ok":{"results":[],"stops":0,"longest_stop_ns":0,"total_stop_ns":0}}}'
     done"#;
 
-    /// A mark that we no longer wait for may still be made. So whoever unmarks looks after that.
+    /// A mark that we no longer wait for may still be made. So whoever unmarks looks at the marks only after that.
     #[test]
     fn a_request_that_goes_first_waits_for_earlier_ones_and_keeps_later_ones_back() {
         const PATIENCE: Duration = Duration::from_millis(100);

@@ -3,7 +3,7 @@
 //! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We
 //! stop one of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask,
 //! and resume it; the process sees nothing but the delay. The modules describe the cases where the thread blocks in a
-//! call, or is signalled, frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
+//! call, or is signalled, frozen, killed or traced during the stop ([`regs`], [`thread`], [`tracee`]).
 //!
 //! The one rule without exception: once we've borrowed a thread's registers, we give them back or the thread has died.
 //! No time limit ends that, which is why [`InjectError::Held`] exists. If we die at that moment, the thread restores
@@ -55,7 +55,7 @@ use thiserror::Error;
 const ATTEMPTS_MOST: u32 = 8;
 /// The pause after the first such attempt; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// A request that has taken so long makes no further attempt. Others wait for it.
+/// After this long a request makes no further attempt: others are waiting.
 const REQUEST_LIMIT: Duration = Duration::from_millis(250);
 
 /// A system call for the target to make.
@@ -99,7 +99,7 @@ impl std::fmt::Display for Errno {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
+    /// From the request to the stop. Until then the target goes on as usual, so this may be generous: a thread whose
     /// cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
     /// For one call, and beyond `stop_ns` for all calls in a stop. We interrupt a call that takes longer; unmerging then
@@ -158,7 +158,7 @@ pub enum InjectError {
     /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
-    /// The process runs another program than the one that we judged, or runs it for another user.
+    /// The process is running a program other than the one that we judged, or running it for another user.
     #[error("process {pid} no longer runs the program that was judged; try again when the new program is judged")]
     OtherProgram { pid: i32 },
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
@@ -256,7 +256,7 @@ impl InjectError {
         match error {
             ReadError::Vanished { pid } => Self::Vanished { pid },
             ReadError::Denied { pid, .. } => Self::Denied { pid },
-            // The file's thread has ended meanwhile, or the memory moves.
+            // The file's thread has just ended, or the memory is moving.
             ReadError::Absent { pid, .. } | ReadError::Moving { pid } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
@@ -284,14 +284,14 @@ pub fn is_frozen(process: &Process) -> bool {
 
 /// Runs `calls` in `process`, on a short-lived thread of this process.
 ///
-/// This process must not end before it has restored all threads ([`held`] counts the ones left), and must not wait for
-/// any child with `waitpid` meanwhile: the kernel would report the target's stops there.
+/// This process must not end before it has restored all threads ([`held`] counts the ones left), and until then must
+/// not wait for any child with `waitpid`: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     run(process, None, None, calls, limits, false)
 }
 
-/// Like [`inject`], but only while the process runs `program`, and only within the share of time that its user and cgroup
-/// have ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier one is under way.
+/// Like [`inject`], but only while the process runs `program`, and only within the share of time that its user and
+/// cgroup have ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier call is under way.
 ///
 /// # Errors
 /// [`InjectError::OtherProgram`] if it runs another one.

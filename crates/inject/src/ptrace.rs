@@ -279,7 +279,7 @@ pub fn poll(tid: i32) -> TraceeEvent {
     match wait(tid, BOTH) {
         Some((0, _)) => TraceeEvent::Nothing,
         Some((libc::CLD_TRAPPED | libc::CLD_STOPPED, _)) => match wait(tid, STOPS) {
-            // SIGKILL has ended the stop meanwhile; the next call sees the death.
+            // SIGKILL has just ended the stop; the next call sees the death.
             None | Some((0, _)) => TraceeEvent::Nothing,
             Some((_, status)) => match status {
                 SYSCALL_STOP => TraceeEvent::Syscall,

@@ -154,7 +154,7 @@ struct FrameLayout {
 }
 
 impl FrameLayout {
-    /// The most bytes that a frame takes, wherever it ends.
+    /// A frame takes at most this many bytes, wherever it ends.
     fn bytes(xstate_length: usize) -> u64 {
         count(xstate_length + size_of::<u32>()) + 64 + UCONTEXT_LENGTH + 16 + 8
     }

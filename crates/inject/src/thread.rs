@@ -247,7 +247,7 @@ fn may_have_ring(process: &Process) -> bool {
     let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
     for (count, entry) in entries.enumerate() {
         let Ok(entry) = entry else { return true };
-        // A descriptor that is closed meanwhile has no target.
+        // A descriptor that has just been closed has no target.
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         if count == MAX_DESCRIPTORS || target.as_os_str() == "anon_inode:[io_uring]" {
             return true;

@@ -20,7 +20,7 @@ const RESTARTS: u32 = 4;
 const GRACE_NS: u64 = 100_000_000;
 /// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
-/// If a stop has lasted for so long before the first call, we end it without a call.
+/// If a stop has lasted this long before the first call, we end it without a call.
 const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
@@ -80,7 +80,7 @@ pub enum StopEnd {
     Signal,
     /// In a restartable sequence, or the program has changed since we examined it.
     Unstable,
-    /// The process runs another program than the one that the calls are for.
+    /// The process is running a program other than the one that the calls are for.
     OtherProgram,
     Filtered,
     Compat,
@@ -335,7 +335,7 @@ impl Calling<'_> {
         limits: &Limits,
         progress: &AttemptProgress,
     ) -> (usize, Option<CallFailure>) {
-        // However many calls there are.
+        // This limit holds however many calls there are.
         let end_ns = clock_ns().saturating_add(limits.stop_ns).saturating_add(limits.call_ns);
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
@@ -452,7 +452,7 @@ impl Calling<'_> {
     fn release(&self, signal: i32, made: usize, end: StopEnd) -> (usize, StopEnd) {
         match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
             Ok(()) => (made, end),
-            // The thread was killed meanwhile.
+            // The thread has just been killed.
             Err(_) => (made, StopEnd::Gone),
         }
     }
@@ -502,16 +502,17 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
 const SIGRETURN_LENGTH: u64 = 10;
 const SYSCALL_LENGTH: u64 = 3;
 
-/// What a thread with borrowed registers works with: addresses and lengths.
+/// The code and the frame of a thread with borrowed registers: addresses and lengths.
 struct Borrowed {
     code: [(u64, u64); 2],
     frame: (u64, u64),
 }
 
 impl Borrowed {
-    /// Whether the thread may have raised this signal at this instruction. Signals that can arrive at any time don't count: the
-    /// overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), SIGSYS, because no injected
-    /// call is denied, and those that a program sends itself in the kernel's name, unless it states an address of ours.
+    /// Whether our code may have made the thread raise this signal. We don't count what can arrive at any time: a
+    /// performance counter's overflow (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), SIGSYS (no call we
+    /// inject is denied), and faults that the program sends itself, unless their address is ours or missing
+    /// (SI_KERNEL).
     fn may_raise(&self, signal: i32, cause: SignalCause, rip: u64) -> bool {
         const TRAP_PERF: i32 = 6;
         const BUS_MCEERR: [i32; 2] = [4, 5];
@@ -580,7 +581,7 @@ mod tests {
         assert!(raised(libc::SIGSEGV, 1, 0x1000, 0x1000) && raised(libc::SIGBUS, 2, 0x2000, 0x2000));
         assert!(raised(libc::SIGTRAP, SI_KERNEL, 0, 0x1001) && raised(libc::SIGILL, 2, 0x1007, 0x1007));
         assert!(raised(libc::SIGTRAP, 2, 0x2002, 0x2002) && raised(libc::SIGSEGV, 1, 0x7000, 0x2002));
-        // Sent by the program, or elsewhere.
+        // Sent by the program, or raised elsewhere.
         assert!(!raised(libc::SIGSEGV, 1, 0x1234, 0x1000) && !raised(libc::SIGSEGV, 1, 0x7400, 0x1000));
         assert!(!raised(libc::SIGSEGV, 1, 0x1000, 0x3000) && !raised(libc::SIGUSR1, 1, 0x1000, 0x1000));
         assert!(!raised(libc::SIGBUS, 4, 0x1000, 0x1000) && !raised(libc::SIGTRAP, 6, 0x1000, 0x1000));

@@ -4,7 +4,7 @@
 //! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
 //! So we do that first, in steps with a check of the target's memory limits before each, and then one call unmarks a
 //! whole mapping, with little left to copy. We don't unmark a part of a mapping on its own: that would split the
-//! mapping, and a program that moves its memory meanwhile would notice. There are two exceptions: processes with many
+//! mapping, and a program that moves its memory just then would notice. There are two exceptions: processes with many
 //! zero pages that ksmd has replaced by the kernel's, which only the call unmerges, and kernels that don't distinguish
 //! merged from fork-shared pages, which reading would copy too. There we unmark a mapping in steps.
 

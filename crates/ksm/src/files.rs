@@ -62,7 +62,7 @@ const OPTIONAL: [&str; 3] = ["pages_scanned", "ksm_zero_pages", "advisor_mode"];
 #[derive(Debug)]
 pub struct Ksm {
     root: PathBuf,
-    /// The open files by name, without those that this kernel doesn't have.
+    /// The open files by name, without files that this kernel lacks.
     files: BTreeMap<&'static str, File>,
 }
 

@@ -176,8 +176,8 @@ impl KnobWriter {
         }
     }
 
-    /// Sets a knob that we've changed to a value that recovery recognizes without a record. Writes to the two knobs
-    /// that have such values never block.
+    /// Gives a knob we've already changed a value that recovery recognizes without a record. Writes to the two knobs
+    /// with such values never block.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value
@@ -219,7 +219,7 @@ impl KnobWriter {
 }
 
 impl Record {
-    /// Compares with the kernel's values. We remember a difference for good.
+    /// Compares with the kernel's values. Once there's a difference, we never forget it.
     fn check(&mut self, ksm: &Ksm) -> Result<(), KnobError> {
         if let Some(overridden) = &self.overridden {
             return Err(overridden.clone().into());

@@ -51,7 +51,7 @@ impl Ksmd {
         self.process.pid()
     }
 
-    /// CPU time since boot, nanoseconds. While ksmd runs this may lag by one tick.
+    /// CPU time since boot, nanoseconds. While ksmd is running this may lag by one tick.
     pub fn cpu_ns(&self) -> Result<u64, ReadError> {
         let Some(schedstat) = &self.schedstat else {
             return Ok(self.stat()?.cpu_ticks.saturating_mul(ns_per_tick()));

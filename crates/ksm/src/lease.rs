@@ -2,7 +2,7 @@
 //!
 //! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file,
 //! and restores its changes when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in
-//! the next start. We never write a knob again that another program has changed meanwhile.
+//! the next start. We never again write a knob that another program has changed.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -182,7 +182,7 @@ impl KsmLease {
     /// Checks that every changed knob still has the value it was set to. Takes about 4 us.
     ///
     /// # Errors
-    /// [`KnobError::Overridden`] from the first difference on: this lease sets no more knobs.
+    /// [`KnobError::Overridden`] once there has been a difference: this lease sets no more knobs.
     pub fn check(&self) -> Result<(), KnobError> {
         self.writer.check()
     }
@@ -259,7 +259,7 @@ pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<Resto
 /// nothing to do.
 ///
 /// # Errors
-/// [`TakeError::Busy`] if a pagefold that may drive KSM still runs.
+/// [`TakeError::Busy`] if a pagefold that may drive KSM is still running.
 pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;
     let orphaned = ksm.knobs()?.orphaned();
@@ -289,7 +289,7 @@ fn running_pagefold(proc_root: &Path) -> Result<Option<i32>, TakeError> {
     Ok(None)
 }
 
-/// Whether this process runs one of the commands that drive KSM.
+/// Whether this process is running one of the commands that drive KSM.
 fn may_drive_ksm(proc_root: &Path, pid: i32) -> bool {
     let read = Process::open_at(proc_root, pid).and_then(|process| process.read_file("cmdline"));
     let Ok(line) = read else { return false };

@@ -22,8 +22,8 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// The most ranges and pages of one call. Such a call takes some milliseconds; then we ask our caller whether to go on.
-/// The kernel allows more.
+/// We name at most this many ranges and pages in one call. It takes some milliseconds; then we ask our caller whether
+/// to go on. The kernel allows more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
 /// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
@@ -129,7 +129,7 @@ impl Carrier {
 /// The replacement for the pages of a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kept<'a> {
-    /// As many pages as the range has, from this address of this process on.
+    /// As many pages as the range has, starting at this address of this process.
     Run(BorrowedFd<'a>, u64),
     /// The one page at this address of this process.
     Page(BorrowedFd<'a>, u64),
@@ -167,7 +167,7 @@ pub struct Hashed<'a> {
     pub key: u64,
     /// How many cache lines the present hashes cover; 0 if there are none.
     pub from: u32,
-    /// How many cache lines they shall cover.
+    /// How many cache lines they should cover.
     pub to: u32,
 }
 
@@ -322,7 +322,7 @@ fn fill(raw: &mut Vec<RawRange>, ranges: &[Range<'_>], position: Position) {
 }
 
 impl Merged {
-    /// Adds the results of the ranges that a call has done from `position` on.
+    /// Adds the results of the ranges that a call has done, starting at `position`.
     fn add(&mut self, done: &[RawRange], mut statuses: &[u8], ranges: &[Range<'_>], position: &mut Position) {
         for raw in done {
             let all = ranges[position.ranges].pages;

@@ -21,7 +21,7 @@ const ORDER: [Knob; 7] = [
 /// The result of restoring KSM's knobs. Each changed knob is in one of the lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreOutcome {
-    /// Knobs that have their original value again, with it.
+    /// Knobs that have their original value again, with that value.
     pub restored: Vec<(Knob, u64)>,
     /// Knobs that we can't restore while pages are merged. They stay in the state file for
     /// [`super::lease::restore_deferred`].

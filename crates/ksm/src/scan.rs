@@ -3,15 +3,15 @@
 //! How ksmd reacts (read in 6.12's `mm/ksm.c`, each point confirmed on 6.18 by `tests/ksm_live.rs`):
 //!
 //! - `pages_to_scan` 4294967295 makes a batch that ends only with the scan. Between two batches ksmd sleeps until
-//!   `sleep_millisecs` *changes*; writing the same value doesn't wake it, nor does `run` 1. From 2^31 on a sleep has no
-//!   end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
+//!   `sleep_millisecs` *changes*; writing the same value doesn't wake it, nor does `run` 1. A sleep of 2^31 or more has
+//!   no end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
 //! - A kick written during a scan is lost: ksmd reads the new value when it goes to sleep.
 //! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an
 //!   endless sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
 //! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a
 //!   batch that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
 //! - A scan resumes where the last batch ended. After paced scanning the first kick only finishes the current scan.
-//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer was killed meanwhile).
+//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer has been killed since).
 //!   The cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes ksmd's
 //!   mutex, and the current batch is the last.
 //!

@@ -17,7 +17,7 @@ pub const STATE_PATH: &str = "/run/pagefold/ksm-state.json";
 
 const SCHEMA: &str = "pagefold.ksm-state/1";
 
-/// From this value on, `sleep_millisecs` is an endless sleep: the kernel takes it for negative.
+/// At this value or above, `sleep_millisecs` is an endless sleep: the kernel takes it for negative.
 pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
 /// Why we couldn't read or write the file.
@@ -53,7 +53,7 @@ impl Holder {
         Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
     }
 
-    /// Whether the process still runs. After an error we can't tell.
+    /// Whether the process is alive. After an error we can't tell.
     pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
         let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
         match stat {
@@ -69,7 +69,7 @@ pub struct State {
     schema: String,
     /// The boot during which we set the knobs: after another boot they have the kernel's values again.
     pub boot_id: String,
-    /// The process that set the knobs. `None` once all are restored except those that it had to defer.
+    /// The process that set the knobs. `None` once all but the deferred ones are restored.
     pub holder: Option<Holder>,
     pub original: BTreeMap<Knob, u64>,
     /// The knobs that were set, each with the values that it may have if no other program has changed it.

@@ -90,8 +90,8 @@ pub struct Ending {
     pub xen: Option<XenView>,
 }
 
-/// Keeps the list of processes that are kept out: they may have had children since it was last written. A hanging disk
-/// delays us by a moment only.
+/// Saves the list of kept-out processes: they may have had children since we last wrote it. A hanging disk only delays
+/// us by a moment.
 fn keep(host: &LiveHost) {
     let kept_out = host.kept_out().clone();
     if host.is_dry_run() || kept_out.entries().is_empty() && !kept_out::exists() {

@@ -73,7 +73,7 @@ impl Signals {
 }
 
 impl Start {
-    /// The first step of a run of this program. From here on the run always ends in an orderly way.
+    /// The first step of a run of this program. After it the run always ends in an orderly way.
     pub fn of(program: &'static str) -> Result<Self> {
         messages::never_wait(program);
         let signals = Signals::default();
@@ -172,7 +172,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
-            // A file's scope may have others later.
+            // Other targets may enter a file's scope later.
             let is_fixed = self.active.args.scope != ScopeArgs::default();
             if is_fixed && self.backend.has_ended(&self.active.settings.scope) {
                 self.progress.say_on_terminal(&format!("every {} in scope has ended", B::TARGET));
@@ -285,7 +285,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
 
     /// Ends the run, even after an error, and returns the exit code.
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
-        // From here on nobody answers requests. Dropping the queues tells everybody who waits for an answer.
+        // Nobody answers requests any more. Dropping the queues tells everybody who's waiting for an answer.
         drop((self.requests, self.orders));
         // If we can't read the host any more, the last count of the savings stays.
         let _ = count_saving(&mut self.engine, &mut self.backend);

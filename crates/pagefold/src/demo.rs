@@ -146,7 +146,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     }
     let mut knobs = ksm.knobs()?;
     if knobs.run == 2 {
-        // That's left of an unmerging, and a lease ends with 0.
+        // 2 is left over from an unmerging, and a lease ends with 0.
         knobs.run = 0;
     }
     Ok(knobs)
@@ -220,7 +220,7 @@ impl Demo {
         let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        // Both parts have the same terms.
+        // Both parts run under the same conditions.
         let initial = InitialKnobs {
             smart_scan: self.before.smart_scan.and(DEFAULTS.smart_scan),
             merge_across_nodes: self.before.merge_across_nodes.and(DEFAULTS.merge_across_nodes),

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 use tracing::debug;
 
-/// The most events that we keep.
+/// We keep at most this many events.
 const MOST: usize = 200;
 /// For this many seconds an event can count repetitions.
 const GROWS: u64 = 60;

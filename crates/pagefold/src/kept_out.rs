@@ -26,7 +26,7 @@ const DIRECTORY: &str = "/var/lib/pagefold";
 const NAME: &str = "kept-out.json";
 /// The longest file that we read and write, bytes: some hundred thousand processes.
 const LENGTH_MOST: u64 = 8 << 20;
-/// How long we wait for another thread that writes the list, and how often we look.
+/// How long we wait for another thread that's writing the list, and how often we look.
 const TURN_LIMIT: Duration = Duration::from_secs(2);
 const TURN_PAUSE: Duration = Duration::from_millis(10);
 
@@ -79,8 +79,8 @@ pub fn exists() -> bool {
 /// The processes that are kept out.
 ///
 /// # Errors
-/// The file is there, but damaged, or other users can write or replace it. The exit code is 2. Or we can't tell whether
-/// it's of this boot. Then it's 1.
+/// The file is there, but damaged, or other users can write or replace it. The exit code is 2, or 1 if we can't tell
+/// whether the file is from this boot.
 pub fn read() -> Result<KeptOut, Exit> {
     let mut kept_out = read_at(&path(), &boot()?).map_err(|why| {
         let shown = ownership::shown(&path());

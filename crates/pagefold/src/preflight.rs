@@ -134,8 +134,8 @@ fn may_request(placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Gives up, for good, every capability except the ones for reading other processes and placing their merged pages, and
-/// those in `more`. Call this before starting any thread and before reading another process, but after starting the
+/// Permanently gives up every capability except the ones for reading other processes and placing their merged pages,
+/// and those in `more`. Call this before starting any thread and before reading another process, but after starting the
 /// injector, which would inherit the loss.
 pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
@@ -154,8 +154,8 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector. If it dies, we start it again. Then it only has the rights that [`give_up_rights`] leaves us,
-/// but those include all that it needs.
+/// Starts the injector. If it dies, we start it again, with only the rights that [`give_up_rights`] leaves us. They
+/// include all that it needs.
 pub fn injector() -> Result<Injector> {
     Injector::keep_running(injector_command).context("cannot start the injector process")
 }

@@ -296,7 +296,7 @@ pub fn assert_explained(document: &serde_json::Value) {
         let serde_json::Value::Object(fields) = value else { continue };
         for (name, value) in fields {
             assert!(names.contains(&name.as_str()), "{name} of {} is not in reference.rs", schema.name);
-            // The keys of this one are names of KSM's settings.
+            // The keys of this field are names of KSM's settings.
             if name != "knobs_deferred" {
                 values.push(value);
             }

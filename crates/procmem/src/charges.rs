@@ -48,7 +48,7 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     while let Some(dir) = left.pop() {
         let entries = match fs::read_dir(&dir) {
             Ok(entries) => entries,
-            // Somebody has removed the directory meanwhile.
+            // Somebody has just removed the directory.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };

@@ -28,8 +28,8 @@ pub struct ReadCursor {
 }
 
 impl ReadCursor {
-    /// Reads about `most` resident pages from the cursor on. The ranges must ascend. Returns whether anything is left
-    /// to read.
+    /// Reads about `most` resident pages, starting at the cursor. The ranges must ascend. Returns whether anything is
+    /// left to read.
     ///
     /// # Errors
     /// The errors of [`PageReader::read_runs`].

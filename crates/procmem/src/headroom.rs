@@ -94,7 +94,7 @@ const LIMITS: [(&str, &str); 4] = [
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
 
-/// Limits from here on have no effect: version 1 shows a huge number if there's no limit.
+/// A limit this large has no effect: version 1 shows a huge number if there's no limit.
 const NO_LIMIT: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

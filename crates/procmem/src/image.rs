@@ -1,4 +1,4 @@
-//! Which program a process runs, to notice an exec.
+//! Which program a process is running, to notice an exec.
 
 use crate::file_id::FileId;
 use crate::process::{Process, ReadError};

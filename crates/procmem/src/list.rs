@@ -15,7 +15,7 @@ pub fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadE
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
     let mut found: Vec<(i32, String)> = Vec::new();
     for pid in pids(proc_root)? {
-        // We skip processes that end meanwhile.
+        // We skip processes that have just ended.
         let Ok(stat) = Process::open_at(proc_root, pid).and_then(|process| process.stat()) else { continue };
         if let Some(name) = names.iter().find(|name| name.as_bytes() == stat.comm) {
             found.push((pid, (*name).to_owned()));

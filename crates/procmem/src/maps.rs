@@ -47,8 +47,8 @@ impl Vma {
     }
 
     /// The mapping without its part below `end`, the end of the mapping listed before it. The kernel prints the list in
-    /// pieces, each from some address on (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was merged
-    /// with its neighbour between two pieces begins below that address.
+    /// pieces, each starting at some address (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was
+    /// merged with its neighbour between two pieces begins below that address.
     fn above(mut self, end: u64) -> Result<Self, &'static str> {
         if self.end <= end {
             return Err("a mapping ends before the one above it");
@@ -203,7 +203,8 @@ impl fmt::Display for RegionKind {
     }
 }
 
-/// This many anonymous bytes of a hypervisor are guest RAM. Firmware, video memory and thread stacks are smaller.
+/// A hypervisor's anonymous mapping of at least this many bytes is guest RAM. Firmware, video memory and thread stacks
+/// are smaller.
 pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
 
 /// Kind of a mapping in a process whose executable has the base name `exe`.
@@ -414,8 +415,8 @@ pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(uncounted_kib)
 }
 
-/// The kernel doesn't say which pages are pinned. But they're present, so what doesn't fit into all other mappings is in
-/// this one.
+/// The kernel doesn't say which pages are pinned. But they're present, so the ones that don't fit into all other
+/// mappings are in this one.
 fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
     let resident_kib: u64 = details.iter().map(|detail| detail.rss_kib).sum();
     for detail in details {
@@ -440,7 +441,7 @@ struct Details {
     end: u64,
     /// Found mappings that KSM could merge.
     mergeable: usize,
-    /// The place of the last one that we list of the others.
+    /// The place of the last other mapping that we list.
     last_other: usize,
 }
 

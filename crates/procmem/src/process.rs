@@ -159,7 +159,7 @@ impl Process {
         Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
     }
 
-    /// Whether the process still runs (zombies don't).
+    /// Whether the process is alive (zombies aren't).
     pub fn is_alive(&self) -> bool {
         self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
     }

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 const THREADS_MOST: usize = 64;
 /// The limit for one user, and for one cgroup. Threads that have returned count until we may try their process again.
 const SHARE_MOST: usize = 8;
-/// How many processes we remember. Beyond that we forget those whose pause ends first.
+/// How many processes we remember. Beyond that we forget the ones whose pause ends first.
 const REMEMBERED: usize = 1024;
 /// How long we leave a process alone after its first stall, by how much longer after each following one, and how long at
 /// most between reads.
@@ -31,10 +31,11 @@ const REMEMBERED: usize = 1024;
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_FACTOR: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
-/// What the processes of one user or one cgroup may take of the injector's time at once, and the part of it afterwards.
+/// How much of the injector's time the processes of one user or one cgroup may take at once, and which part of it
+/// afterwards.
 const BURST: Duration = Duration::from_secs(1);
 const TIME_SHARE: u32 = 6;
-/// The time of a request that doesn't count, because an ordinary one takes as much on a busy machine.
+/// This much of a request's time doesn't count, because an ordinary one takes as much on a busy machine.
 const FREE: Duration = Duration::from_millis(20);
 
 /// Attempts to make a call. On an overloaded machine any program is late, and an attempt may be to unmark a secret.
@@ -63,12 +64,13 @@ impl Stalls {
         locked(&self.0).admit(process.key(), || Origin::of(process), Instant::now())
     }
 
-    /// Records that a thread is at a process: we don't try it again while that exists.
+    /// Records that a thread is busy with a process: we don't try the process again while `alive` exists.
     pub fn hold(&self, process: &Process, alive: Weak<()>) {
         locked(&self.0).hold(process.key(), alive, Origin::of(process), Instant::now());
     }
 
-    /// Records that we've given up a process, while our thread `alive` is still at it. We don't try it again before a pause.
+    /// Records that we've given up a process, while our thread `alive` is still busy with it. We don't try it again
+    /// before a pause.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
         locked(&self.0).give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
@@ -345,7 +347,7 @@ mod tests {
         assert_eq!(register.admit((-1, 1), || from(2, 7000), now + LONGEST_PAUSE), Ok(()));
     }
 
-    /// A thread that's at a process keeps it from being tried, and leaves no pause.
+    /// A thread that's busy with a process keeps the process from being tried, and leaves no pause.
     #[test]
     fn a_process_is_free_again_once_its_thread_has_returned() {
         let mut register = register();

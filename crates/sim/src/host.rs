@@ -1,7 +1,7 @@
 //! The simulated machine: memory, a merging daemon and processes, in virtual time.
 //!
 //! Time passes in [`wait`](pagefold_engine::host::Host::wait), and while pagefold works: observing, reading and marking
-//! take as long as they cost. ksmd and the processes continue meanwhile.
+//! take as long as they cost. During that time ksmd and the processes go on.
 
 mod cgroups;
 mod events;

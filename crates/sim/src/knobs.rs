@@ -48,7 +48,7 @@ pub struct Alike {
     pub share: Permyriad,
     /// We divide them into this many groups, each with one hash.
     pub groups: u64,
-    /// From this number of hashed lines on, their hashes differ.
+    /// With at least this many hashed lines, their hashes differ.
     pub distinct_from: u32,
 }
 

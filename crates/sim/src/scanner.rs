@@ -1,4 +1,4 @@
-//! Other kernel scanners than ksmd, for simulations that compare algorithms.
+//! Kernel scanners other than ksmd, for simulations that compare algorithms.
 
 use crate::comparisons::SearchCounts;
 use crate::memory::Memory;

@@ -6,7 +6,7 @@ use datasketches::common::ResizeFactor;
 use datasketches::tuple::{DefaultUpdatePolicy, TupleSketch, TupleSketchBuilder};
 use pagefold_engine::units::{Pages, whole};
 
-/// The fewest copies in each class but the first.
+/// The smallest number of copies in each class but the first.
 const CLASSES_FROM: [u64; CLASSES - 1] = [2, 3, 16, 256];
 /// Classes of contents by their number of copies: 1, 2, 3 to 15, 16 to 255, 256 and more.
 pub const CLASSES: usize = 5;

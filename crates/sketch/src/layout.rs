@@ -58,7 +58,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Checks a file. `schema` is the beginning of every footer, and `rows_most` the most rows.
+    /// Checks a file. `schema` is the beginning of every footer, and `rows_most` the limit on rows.
     pub(crate) fn of(bytes: &[u8], schema: &[u8], rows_most: u64) -> Result<Self, SketchError> {
         let (rest, tail) = bytes.split_at_checked(bytes.len().saturating_sub(TAIL)).ok_or(SketchError::CutOff)?;
         let length = u32::from_le_bytes(*tail.first_chunk().ok_or(SketchError::CutOff)?);

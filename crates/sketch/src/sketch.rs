@@ -11,7 +11,7 @@ use pagefold_engine::units::PAGE_BYTES;
 pub const SKETCH_BYTES: usize = 32 << 10;
 /// Bytes before the entries of a full sketch.
 const PREAMBLE_BYTES: usize = 24;
-/// The most entries of a sketch.
+/// A sketch has at most this many entries.
 pub const SKETCH_ENTRIES: usize = (SKETCH_BYTES - PREAMBLE_BYTES) / size_of::<u64>();
 /// The library keeps up to twice this many, less a sixteenth, before it drops entries again.
 pub(crate) const LG_NOMINAL: u8 = 12;
@@ -214,7 +214,7 @@ mod tests {
             contents(0..distinct).for_each(|content| theirs.update(content.0));
             theirs.trim();
             let theirs = theirs.compact(true);
-            // We keep the same entries, without those that would make the sketch longer than 32 KiB.
+            // We keep the same entries, without the ones that would make the sketch longer than 32 KiB.
             let kept: Vec<u64> = theirs.iter().map(|entry| entry.hash()).take(sketch.len()).collect();
             assert!(sketch.hashes().eq(kept.iter().copied()), "{distinct}");
             assert!(sketch.len() == SKETCH_ENTRIES.min(theirs.num_retained()));

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Makes a program run in a group from its first page on.
+/// Makes a program run in a group from the start, so that all its pages are charged there.
 pub fn start_in(command: &mut Command, group: &Path) {
     let mut members = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs")).unwrap();
     // SAFETY: one write, to an open file.

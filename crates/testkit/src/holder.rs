@@ -58,7 +58,7 @@ impl Holder {
         Self { program, first, pages }
     }
 
-    /// Starts a process whose pages have ascending contents from `content` on.
+    /// Starts a process whose pages have ascending contents, starting with `content`.
     pub fn with(pages: u64, content: u64) -> Self {
         Self::with_as(victim_binary("holder").as_ref(), pages, content)
     }
@@ -100,7 +100,7 @@ impl Holder {
         self.program.pid()
     }
 
-    /// Gives pages ascending contents from `content` on.
+    /// Gives pages ascending contents, starting with `content`.
     pub fn write(&mut self, first: u64, pages: u64, content: u64) {
         self.change(Change::Write { first, pages, content, step: 1 });
     }

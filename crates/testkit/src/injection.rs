@@ -235,7 +235,7 @@ pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
 }
 
-/// Writes a 32-bit program into `dir` that fills so many pages with numbers, the same in each such program, and then
+/// Writes a 32-bit program into `dir` that fills `pages` pages with numbers, the same in each such program, and then
 /// blocks in pause(2). Starts it. The error is the reason why it can't run.
 pub fn start_compat(dir: &Path, pages: u32) -> Result<OwnedChild, String> {
     const MEMORY: u32 = 0x1000_0000;

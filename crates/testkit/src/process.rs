@@ -81,8 +81,8 @@ pub fn kib(path: &str, name: &str) -> u64 {
     fields::kib(&fs::read(path).unwrap(), name).unwrap_or_else(|error| panic!("{name} in {path}: {error}"))
 }
 
-/// The frames of anonymous memory that processes hold, bytes: what several share is divided among them. Those that have ended
-/// hold none.
+/// The frames of anonymous memory that processes hold, bytes: a frame that several share is divided among them. Ended
+/// processes hold none.
 pub fn held(pids: &[i32]) -> u64 {
     let rollups = pids.iter().filter_map(|pid| fs::read(format!("/proc/{pid}/smaps_rollup")).ok());
     rollups.map(|rollup| fields::kib(&rollup, "Pss_Anon").unwrap_or(0) << 10).sum()

@@ -22,8 +22,8 @@ pub struct Shuffler {
 }
 
 impl Shuffler {
-    /// Starts a shuffler and waits until it holds its memory. If there's a cgroup, the shuffler is in it from its first
-    /// page on.
+    /// Starts a shuffler and waits until it holds its memory. If there's a cgroup, all of the shuffler's pages are
+    /// charged to it.
     pub fn start(settings: &str, cgroup: Option<&Path>) -> Self {
         let mut command = Command::new(victim_binary("shuffler"));
         command.args(settings.split_ascii_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -61,7 +61,7 @@ impl Shuffler {
         lines[lines.len().saturating_sub(4)..].join("\n")
     }
 
-    /// Asserts that the shuffler runs and has found no damage. Records how much of it is merged.
+    /// Asserts that the shuffler is running and has found no damage. Records how much of it is merged.
     #[track_caller]
     pub fn assert_well(&mut self) {
         assert!(!self.has_printed(|line| line.starts_with("bad")), "{}", self.last_lines());

@@ -79,7 +79,7 @@ pub(crate) fn write(text: String) {
     }
 }
 
-/// Writes a text that the next one replaces. We leave it out while another one waits.
+/// Writes a text that the next one replaces. We leave it out while another one is waiting.
 pub(crate) fn write_if_idle(text: String) {
     if MESSAGES.get().is_none_or(|messages| messages.queue.is_idle()) {
         write(text);

@@ -5,7 +5,7 @@ use crate::style::shorten;
 use std::fmt;
 use unicode_width::UnicodeWidthChar;
 
-/// The most columns of a cell: about as many as names of pods and units have.
+/// A cell has at most this many columns: about as many as names of pods and units have.
 const CELL_WIDTH: usize = 64;
 
 /// A table whose columns are as wide as their widest cell, two spaces apart. Cells may contain colour codes.

@@ -21,7 +21,7 @@ impl OwnedChild {
         i32::try_from(self.0.id()).unwrap_or(0)
     }
 
-    /// Waits for a requested end, and kills the process if it still runs after `limit`.
+    /// Waits for a requested end, and kills the process if it's still running after `limit`.
     pub fn end(&mut self, limit: Duration) {
         end_child(&mut self.0, limit);
     }
@@ -35,7 +35,7 @@ impl Drop for OwnedChild {
     }
 }
 
-/// Waits for a child that we've asked to end, and kills it if it still runs after `limit`.
+/// Waits for a child that we've asked to end, and kills it if it's still running after `limit`.
 pub fn end_child(child: &mut Child, limit: Duration) {
     let end = Instant::now() + limit;
     while Instant::now() < end {
@@ -114,7 +114,7 @@ impl Dialogue {
         self.child.pid()
     }
 
-    /// Closes its standard input, which asks it to end, and kills it if it still runs after `limit`.
+    /// Closes its standard input, which asks it to end, and kills it if it's still running after `limit`.
     pub(crate) fn end(&mut self, limit: Duration) {
         drop(self.commands.take());
         self.child.end(limit);

@@ -20,7 +20,7 @@ pub trait Activity {
     /// Delays the schedule by the time an answer took.
     fn pause(&mut self, taken: Duration);
 
-    /// The counters of the steps so far, as JSON. Resets those that count from the last answer.
+    /// The counters of the steps so far, as JSON. Resets the ones that count from the last answer.
     fn counters(&mut self, now: Instant) -> serde_json::Result<String>;
 
     /// Damaged pages of its own memory.

@@ -16,7 +16,7 @@ use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// The share of a core for visiting merged pages while programs write to some of them and so get copies.
+/// While programs write to merged pages and so get copies, our visits to merged pages may take this share of a core.
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;

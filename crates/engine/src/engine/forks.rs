@@ -1,14 +1,14 @@
 //! Pages that processes share through fork.
 //!
-//! Relatives map the same frame at the same address, so we read such a page in one of them only, and their regions don't
-//! count as copies of each other. If another program has equal pages, merging has to replace the mapping of each relative
-//! by itself: until the last one is replaced, the frame stays.
+//! Relatives map the same frame at the same address, so we read such a page in one of them only, and their regions
+//! don't count as copies of each other. If another program has equal pages, merging has to replace each relative's
+//! mapping separately: until the last one is replaced, the frame stays.
 //!
 //! With ksmd we mark each relative. So once the first region has duplicates, we read and judge its relatives as well.
 //!
-//! On request we name the page in each relative. The frame that stays becomes a merged one for all who map it, but the
-//! kernel only marks the mappings that we name, and memory can only be unmerged where it's marked. So all relatives'
-//! mappings get marked before the first page is merged: we name one page of each as its own replacement.
+//! On request we name the page in each relative. The frame that stays becomes a merged one for everybody who maps it,
+//! but the kernel only marks the mappings that we name, and memory can only be unmerged where it's marked. So all
+//! relatives' mappings get marked before the first page is merged: we name one page of each as its own replacement.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -162,7 +162,7 @@ impl Engine {
             if !is_marked {
                 self.requests.put_off(pair);
             } else if !self.requests.name(pair, &pages) {
-                // The page to keep has no room for so many.
+                // The page to keep can't have that many sharers.
                 self.contents.index.point_to(pair.digest, pair.take.location);
             }
         }

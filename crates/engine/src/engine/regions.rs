@@ -58,7 +58,7 @@ impl Engine {
         }
     }
 
-    /// Sets the age from which each new region is worth merging, by the lifetimes of its family.
+    /// Sets the age at which each new region becomes worth merging, by the lifetimes of its family.
     fn judge_by_family(&mut self, now_ns: u64) {
         let mut families: BTreeMap<FamilyKey, NewFamily> = BTreeMap::new();
         for region in self.table.iter().filter(|region| region.is_new(now_ns)) {

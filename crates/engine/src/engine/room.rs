@@ -45,7 +45,7 @@ impl Engine {
     }
 
     /// Works out how much we may still merge below cgroup limits. Regions that had no headroom are judged again once
-    /// there is some.
+    /// they have some.
     pub(super) fn look_at_headroom(&mut self) {
         let planner = self.planner();
         let Snapshot { memory, limits, .. } = &self.snapshot;
@@ -61,7 +61,7 @@ impl Engine {
         }
     }
 
-    /// Judges regions again that had no headroom and have some now. Returns whether there are any.
+    /// Judges again the regions that now have headroom and had none. Returns whether there are any.
     fn judge_full_again(&mut self) -> bool {
         let planner = self.planner();
         let now_ns = self.snapshot.now_ns;

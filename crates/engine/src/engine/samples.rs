@@ -45,7 +45,7 @@ impl Engine {
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
         if sample.state == PageState::Shared {
-            // Whether it was written before the fork, we can't tell.
+            // We can't tell whether it was written before the fork.
             region.usage.cow_breaks.forget_page(sample.page);
         }
         let duplicate = match sample.state {
@@ -147,7 +147,8 @@ impl Engine {
             tally.copies += match seen {
                 Occurrences::None => 0,
                 Occurrences::One(_) => 1,
-                // Each earlier page has gained a copy, too. We can't credit all of them, so this one counts both ways.
+                // Each earlier page has gained a copy, too. We can't credit all of them, so this page counts for them
+                // as well.
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }

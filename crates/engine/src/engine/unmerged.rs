@@ -1,11 +1,11 @@
 //! Compares what we expect marked memory to save with what ksmd has merged there.
 //!
 //! Pages that the kernel or a device has pinned (io_uring's buffers, VFIO, RDMA) have duplicates like any others, but
-//! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory costs scans and ksmd's
-//! records, so we unmark it, and try it again after a pause that doubles.
+//! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). It only costs scan time and
+//! ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
-//! A pinned page that ksmd visits first keeps its copies from merging with each other: ksmd compares each of them with
-//! the pinned one (`unstable_tree_search_insert`). So we unmark the processes that come first, and look again after two
+//! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
+//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
 //! more scans.
 
 use super::Engine;
@@ -18,15 +18,15 @@ use rustc_hash::FxHashMap;
 
 /// ksmd has rested for this long, so that a count is later than its last merges, nanoseconds.
 const RESTED_NS: u64 = 1_000_000_000;
-/// We only judge regions with so many duplicates among the pages that a count looks up.
+/// We only judge a region if the pages that a count looks up include at least this many duplicates.
 const EXPECTED_MIN: u64 = 256;
-/// Memory merges if at least this fraction of its duplicates has.
+/// Memory merges if at least one in this many of its duplicates has merged.
 const MERGED_PART: u64 = 8;
-/// We unmark this fraction of the processes at once.
+/// We unmark one in this many of the processes at once.
 const AT_ONCE: usize = 4;
 
 impl Engine {
-    /// Whether we may still mark more. Then marked memory may only lack its copies.
+    /// Whether we may still mark more. If so, marked memory may only be unmerged because its copies aren't marked yet.
     fn has_copies_to_mark(&self) -> bool {
         if self.plan.reading.foreground || self.ksmd.marker.has_waiting() {
             return true;
@@ -83,7 +83,7 @@ impl Engine {
             }
             if first.contains(&region.view.owner) {
                 self.ksmd.marker.give_back_unmerged(region, now_ns);
-                // ksmd frees its records as it passes.
+                // ksmd frees its records during its next scan.
                 self.ksmd.scheduler.request_reaping(Pages(0), now_ns);
             } else {
                 self.ksmd.scheduler.request_thorough(region.marked_resident());

@@ -10,7 +10,7 @@ const HOURS: usize = 24;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Copies {
     pub total: Pages,
-    /// The most copies within 24 hours, counted by full hours.
+    /// Copies in the worst 24 hours, counted by full hours.
     pub worst_day: Pages,
     /// The kernel's count when we last saw it.
     counted: Option<u64>,
@@ -39,7 +39,7 @@ impl Copies {
         }
     }
 
-    /// The most within one of the last 24 hours.
+    /// Copies in the worst of the last 24 hours.
     pub fn worst_hour(&self) -> Pages {
         self.hours.iter().copied().max().unwrap_or_default()
     }

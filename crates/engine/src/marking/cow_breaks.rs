@@ -1,14 +1,14 @@
 //! Finds memory where merges don't pay, because programs soon write the merged pages, without a hook in the page fault
 //! handler: we look at single merged pages again and again.
 //!
-//! UKSM calls memory COW-broken if half of its merges of a round are undone (section 5.2), and we do so before we merge
-//! anything ([`Survey::is_volatile`](crate::region::Survey::is_volatile)). What we've merged is judged by cost
-//! ([`breaks_cost_ns`]), extent by extent: a program that keeps rewriting its data doesn't touch the zeros of the heap
-//! around it. `n` breaks may be `2 * sqrt(n)` too many by chance, so four are no evidence.
+//! UKSM calls memory COW-broken if half of its merges of a round are undone (section 5.2). We apply a similar rule only
+//! before we merge anything ([`Survey::is_volatile`](crate::region::Survey::is_volatile)). We judge merged memory by
+//! cost ([`breaks_cost_ns`]), extent by extent: a program that keeps rewriting its data doesn't touch the zeros of the
+//! heap around it. `n` breaks may be `2 * sqrt(n)` too many by chance, so four are no evidence.
 //!
-//! With ksmd an extent that doesn't pay is unmarked. On request only its pages that have been written rest, as the
-//! others are still merged; so only breaks of such pages count there. After a rest we try again for as long, on request
-//! with few of these pages. If that doesn't pay, the extent rests for twice as long.
+//! With ksmd an extent that doesn't pay is unmarked. On request only its written pages rest, because the others are
+//! still merged; so only breaks of written pages count there. After a rest we try the extent for as long as it rested,
+//! on request with few of its written pages. If that doesn't pay, the extent rests for twice as long.
 
 use crate::hash::Digest;
 use crate::marking::profit::{breaks_cost_ns, saved_worth_ns};
@@ -20,10 +20,10 @@ use std::ops::Range;
 
 /// We observe at most this many pages in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// How long we remember what we saw, nanoseconds: half of it is forgotten each time. No page counts as merged for
-/// longer at once, so that we notice if a program changes its ways.
+/// We forget half of what we saw each time this long has passed, nanoseconds. No page counts as merged for longer at
+/// once, so that we notice if a program changes its ways.
 const MEMORY_NS: u64 = 600_000_000_000;
-/// On request we try one written page in this many after a rest.
+/// After a rest, on request, we try one written page in this many.
 const TRIED_PART: u64 = 8;
 /// We only observe as many pages as we can visit again within this time, nanoseconds: a page that's written and merged
 /// again between two visits seems to have stayed merged.
@@ -50,7 +50,7 @@ pub struct CowBreaks {
 
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// Since when it has been merged with this content, when we first found it so, and when last, nanoseconds.
+    /// When it was merged with this content, when we first saw it merged, and when we last did, nanoseconds.
     since_ns: u64,
     first_ns: u64,
     last_ns: u64,
@@ -119,7 +119,7 @@ enum RestPhase {
 }
 
 impl CowBreaks {
-    /// Records a page that has been merged since a time. Where it rests it isn't merged for long: we unmark it.
+    /// Records a page that has been merged since `since_ns`. A page that rests doesn't stay merged: we unmark it.
     pub fn record_merged(&mut self, page: Vpn, since_ns: u64, now_ns: u64, digest: Digest) {
         match self.rests.get_mut(&page.extent()) {
             Some(Rest { phase: RestPhase::Resting { .. }, .. }) => return,
@@ -133,13 +133,13 @@ impl CowBreaks {
             Some(probe) if probe.fingerprint == found.fingerprint => {
                 probe.last_ns = now_ns;
                 if now_ns >= probe.first_ns + MEMORY_NS {
-                    // It lasts. We observe another in its place.
+                    // It lasts. We observe another page in its place.
                     self.probes.remove(&page);
                     self.ended.entry(page.extent()).or_default().merged_ns += MEMORY_NS;
                 }
                 return;
             }
-            // A page that has been given back maps the zero page, too, once it's read.
+            // A page that its program has given back maps the zero page, too, once it's read.
             Some(_) if digest == Digest::ZERO => self.forget_page(page),
             // It was written and merged again since.
             Some(_) => self.record_written(page, now_ns),
@@ -197,8 +197,8 @@ impl CowBreaks {
         Some(page)
     }
 
-    /// Runs of extents that have been written since the last call, and where breaks cost more than what they save is
-    /// worth, if a saved page is worth `price_ns` an hour. `whole`: these extents are judged as one.
+    /// Runs of extents that were written since the last call and don't pay: breaks there cost more than the saving is
+    /// worth, at `price_ns` an hour for each saved page. `whole`: judge these extents as one.
     pub fn losses(&mut self, now_ns: u64, price_ns: u64, whole: Option<Range<u64>>) -> Vec<(Range<u64>, BreakTally)> {
         if now_ns >= self.forgot_ns + MEMORY_NS {
             self.forgot_ns = now_ns;
@@ -277,7 +277,7 @@ impl CowBreaks {
         any
     }
 
-    /// The extents that rest, and when each goes on, in ascending order.
+    /// The resting extents in ascending order, and when each of them is tried again.
     pub fn resting(&self) -> impl Iterator<Item = (u64, u64)> {
         self.rests.iter().filter_map(|(&extent, rest)| match rest.phase {
             RestPhase::Resting { until_ns } => Some((extent, until_ns)),
@@ -285,7 +285,7 @@ impl CowBreaks {
         })
     }
 
-    /// Whether we leave a page that has been written alone: it rests, or others are tried.
+    /// Whether we leave a written page alone: it rests, or we're trying other pages of its extent.
     pub fn rests(&self, page: Vpn) -> bool {
         let Some(rest) = self.rests.get(&page.extent()) else { return false };
         matches!(rest.phase, RestPhase::Resting { .. }) || mix(page.0) % TRIED_PART > 0
@@ -300,7 +300,7 @@ impl CowBreaks {
         self.rests.retain(|extent, _| extents.contains(extent));
     }
 
-    /// Breaks in a million seconds of a merged page, at least.
+    /// Breaks of a merged page per million seconds, at least.
     pub fn rate(&self) -> u64 {
         let all = self.tally(0..u64::MAX / EXTENT_PAGES);
         whole(all.certain_breaks() * 1_000_000.0) / (all.merged_ns / 1_000_000_000).max(1)
@@ -330,7 +330,7 @@ mod tests {
         Governor::Full.pace().price_ns
     }
 
-    /// Merges the first pages of extents, and breaks them after some seconds, so many times in turn.
+    /// `times` times: merges each extent's first `pages` pages, and writes them `every_s` s later.
     fn written(breaks: &mut CowBreaks, extents: &[u64], pages: u64, every_s: u64, times: u64, digest: Digest) {
         for time in 0..times {
             for extent in extents {
@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// The extents that don't pay, each judged by itself.
+    /// The extents that don't pay, each judged separately.
     fn losses(breaks: &mut CowBreaks) -> Vec<u64> {
         breaks.losses(0, price_ns(), None).into_iter().flat_map(|(extents, _)| extents).collect()
     }
@@ -356,7 +356,7 @@ mod tests {
             [(40, DATA, true), (50, DATA, false), (30, Digest::ZERO, true), (40, Digest::ZERO, false)]
         {
             let mut breaks = CowBreaks::default();
-            // So many that chance hardly matters.
+            // Enough breaks that chance hardly matters.
             written(&mut breaks, &[1], 500, every_s, 10, digest);
             assert_eq!(losses(&mut breaks), Vec::from_iter(is_loss.then_some(1)), "every {every_s} s");
         }

@@ -123,7 +123,7 @@ impl Candidate {
 pub struct SplitRule {
     /// We may mark regions longer than this in part.
     pub above: Pages,
-    /// The most spans in a region.
+    /// A region has at most this many spans.
     pub spans: usize,
 }
 
@@ -208,8 +208,8 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
     Some(Candidate::new(span.first, end, counts))
 }
 
-/// The parts of a span before `from` and from `to` on, which are the bounds of extents. Without extents, we assume that
-/// the span's pages are spread evenly.
+/// The parts of a span before `from`, and at `to` and above. Both are bounds of extents. Without extents, we assume
+/// that the span's pages are spread evenly.
 pub fn around(extents: Option<&Extents>, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
     let end = span.first + span.pages.0;
     if to <= span.first || end <= from {

@@ -1,8 +1,8 @@
 //! Lifetimes of regions: short-lived regions aren't worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! Regions that existed when the run began count as old. We read a new region whole from the age at which half of the
-//! regions of its family still live long enough for a merge to pay. That's right away if most of them live long, and
-//! later if many end young. If we don't know its family, the region must first outlive some rounds.
+//! Regions that existed when the run began count as old. We read a new region whole at the age at which half of its
+//! family's regions live on long enough for a merge to pay: right away if most of them live long, and later if many end
+//! young. If we don't know its family, the region must first outlive some rounds.
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
@@ -80,7 +80,7 @@ impl Lifetimes {
         }
     }
 
-    /// The age from which at least half of a family's regions live long enough for a merge to pay, nanoseconds. `None`
+    /// The age at which at least half of a family's regions live on long enough for a merge to pay, nanoseconds. `None`
     /// if we know nothing of the family. If a region outlives all others, we expect it to live as long again. The
     /// oldest living region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {

@@ -52,7 +52,8 @@ pub struct Marker {
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
-    /// Spans to unmark. Where that gives memory to those who need it, it doesn't wait for what only costs time.
+    /// Spans to unmark. Urgent ones give memory to programs that need it, and don't wait for the others, which only
+    /// cost time.
     urgent: Unmarking,
     broken: Unmarking,
     next_refresh_ns: u64,
@@ -104,7 +105,7 @@ impl Marker {
         is_thin.then_some(self.thin)
     }
 
-    /// The latest time until which a region's thinner parts wait for us to read newcomers, nanoseconds. `None` if they
+    /// When a region's thinner parts stop waiting for us to read newcomers, at the latest, nanoseconds. `None` if they
     /// don't wait.
     pub fn awaits_newcomers_until_ns(&self, region: &Region, now_ns: u64, pace: Pace, config: &Config) -> Option<u64> {
         if self.thin_at_ns == u64::MAX || config.only == Only::Zeros {
@@ -194,10 +195,10 @@ impl Marker {
         marks
     }
 
-    /// Lowers the density from which we mark extents to the one that pays, if something has changed since we last did.
-    /// Regions judged lately wait: the copies that such a region lacks may be in memory too young to read, and neither
-    /// merges before both are marked. The sparsest extents come last, all together, once ksmd has been idle for so long
-    /// that they cost little beside that time.
+    /// Lowers the density at which we mark extents to one that pays, if something has changed since the last time.
+    /// Recently judged regions wait: the copies that they lack may be in memory too young to read, and pages only merge
+    /// once both are marked. The sparsest extents come last, all together, once ksmd has been idle so long that their
+    /// cost is small in comparison.
     fn thin_out(
         &mut self,
         table: &mut RegionTable,
@@ -268,8 +269,8 @@ impl Marker {
         }
     }
 
-    /// Queues the marks of some extents for unmarking. Returns whether these can rest: not if its process had more than
-    /// `most` marked parts of mappings (`parts` now) then.
+    /// Queues the marks of some extents for unmarking. Returns whether they may rest: not if that would leave their
+    /// process with more than `most` marked parts of mappings (it has `parts` now).
     fn unmark_extents(
         &mut self,
         region: &mut Region,
@@ -631,7 +632,7 @@ fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: 
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, headroom, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
-    // What rests may lie in between.
+    // Resting extents may lie in between.
     spans.truncate(room);
     spans
 }
@@ -761,7 +762,7 @@ mod tests {
     const SMALL: Pages = Pages(1_000);
     const LARGE: Pages = Pages(40 * EXTENT_PAGES);
 
-    /// A region at page 100, marked whole, whose program has soon written merged pages in these extents.
+    /// A region at page 100, marked whole, whose program soon writes merged pages in these extents.
     fn written(pages: Pages, extents: &[u64]) -> RegionTable {
         let mut table = RegionTable::default();
         table.update(&[test_view(1, 100, pages.0)], 1, |view| Region::new(view, 0, false, 1));
@@ -775,7 +776,7 @@ mod tests {
         for extent in extents {
             for page in extent * EXTENT_PAGES + 200..extent * EXTENT_PAGES + 300 {
                 region.usage.cow_breaks.record_merged(Vpn(page), 0, 0, Digest(7 << 16));
-                // Each extent lasts for another time.
+                // Merges last for a different time in each extent.
                 region.usage.cow_breaks.record_written(Vpn(page), S + extent);
             }
         }

@@ -80,7 +80,7 @@ pub fn saved_worth_ns(saved_ns: u64, price_ns: u64) -> f64 {
     saved_ns as f64 / WORTH_NS * price_ns as f64
 }
 
-/// The share of duplicates from which newly visited memory pays, in scans that run anyway.
+/// The share of duplicates at which newly visited memory pays, in scans that run anyway.
 pub fn paying_density(price_ns: u64) -> Permyriad {
     let records = METADATA_BYTES_PER_PAGE as f64 / PAGE_SIZE as f64;
     let share = (VISITS * NEW_PAGE_NS) as f64 / price_ns as f64 + records;

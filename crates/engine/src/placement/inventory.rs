@@ -13,9 +13,9 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Up to this many processes, each process is a sharer of its own. If there are more, processes with the same home
-/// node, nice value, allowed nodes and policy form one sharer. Otherwise there'd be more sets of sharers than we can
-/// keep.
+/// If there are at most this many processes, each is a sharer of its own. If there are more, processes with the same
+/// home node, nice value, allowed nodes and policy form one sharer. Otherwise there'd be more sets of sharers than we
+/// can keep.
 const OWNERS_MAX: usize = 16;
 /// The distance of a node from itself (SLIT, ACPI).
 const LOCAL_DISTANCE: u32 = 10;

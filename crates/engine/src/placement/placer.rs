@@ -16,9 +16,9 @@ use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn, count, index};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The most pages we inspect in one round.
+/// We inspect at most this many pages in one round.
 const INSPECT_PAGES: u64 = 65_536;
-/// The fewest pages we inspect in one round.
+/// We inspect at least this many pages in one round.
 const INSPECT_PAGES_MIN: u64 = 1_024;
 /// The assumed cost of inspecting a page, nanoseconds.
 const INSPECT_PAGE_NS: u64 = 150;
@@ -26,7 +26,7 @@ const INSPECT_PAGE_NS: u64 = 150;
 const MOVE_NS: u64 = 5_000;
 /// Moving a frame costs at least this much, whatever we've measured, nanoseconds.
 const MOVE_NS_MIN: u64 = 100;
-/// The most frames we move in one round: a round shouldn't take much longer than the share of a core allows.
+/// We move at most this many frames in one round: it shouldn't take much longer than the share of a core allows.
 const MOVES_PER_ROUND: u64 = 4_096;
 /// We inspect again once this many saved pages have come or gone.
 const GROWTH_MIN: u64 = 64;
@@ -67,7 +67,7 @@ pub struct Placer {
     pause_ns: u64,
     /// pagefold's CPU time when the inspection began, nanoseconds.
     began_cpu_ns: u64,
-    /// The least time from one inspection to the next, nanoseconds.
+    /// The shortest time from one inspection to the next, nanoseconds.
     least_ns: u64,
     /// The nodes where we found each process's private pages.
     private: BTreeMap<OwnerKey, PagesByNode>,

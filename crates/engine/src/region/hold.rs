@@ -11,7 +11,7 @@ const REST_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a reason that passes, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
-/// How long memory rests that has rested so many times in a row, nanoseconds: twice as long each time.
+/// How long memory rests if it has rested `times` times in a row, nanoseconds: twice as long each time.
 pub(crate) fn rest_ns(times: u32) -> u64 {
     (REST_NS << times.min(8)).min(LEAVE_NS)
 }
@@ -26,9 +26,9 @@ pub enum LeaveAlone {
     TakenBack,
     /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// ksmd merged next to none of its duplicates. Passes.
+    /// ksmd merged next to none of its duplicates. Temporary.
     Unmerged,
-    /// Its process refused to be marked. Lasts for good.
+    /// Its process refused to be marked. Lasts for the whole run.
     Refused,
 }
 
@@ -76,7 +76,7 @@ impl Hold {
         pause_ns
     }
 
-    /// Leaves the region alone for good, because its process refused to be marked.
+    /// Leaves the region alone for the whole run, because its process refused to be marked.
     pub fn refuse(&mut self) {
         self.reason = Some(LeaveAlone::Refused);
     }

@@ -12,15 +12,15 @@ pub enum Age {
     Old,
     /// The region appeared during the run, and we don't know how long regions of its family live.
     New,
-    /// The region appeared during the run. Merging pays for its family from this age on, nanoseconds. Until then we
-    /// don't even sample the region.
+    /// The region appeared during the run. Merging pays for its family at this age, nanoseconds. Until then we don't
+    /// even sample the region.
     Young { worth_from_ns: u64 },
     /// Like `Young`, but old enough to be sampled.
     Grown { worth_from_ns: u64 },
 }
 
 impl Age {
-    /// The age of a region that has just appeared, if merging its family pays from `worth_from_ns` on.
+    /// The age of a region that has just appeared, if merging its family pays at the age `worth_from_ns`.
     pub fn of_new(worth_from_ns: Option<u64>) -> Self {
         match worth_from_ns {
             None => Self::New,
@@ -80,7 +80,7 @@ pub enum Event {
     Descend,
     /// Back to the bottom level, whatever we know.
     Sink,
-    /// We start to read all of it, from its first page on, on the top level.
+    /// We start to read all of it, from its first page, on the top level.
     StartReading { first: Vpn, top: usize },
     /// We've read the pages below this one.
     ReadTo(Vpn),
@@ -94,7 +94,7 @@ pub enum Event {
     Thin { density: Permyriad },
     /// There's nothing more to mark.
     Settle,
-    /// We forget its pages' digests, and sample it from the bottom level on.
+    /// We forget its pages' digests, and sample it on the bottom level again.
     Forget,
 }
 
@@ -163,7 +163,7 @@ impl Life {
         self.cursor().is_some()
     }
 
-    /// Up to which page we've read it, while we're reading all of it.
+    /// While we're reading all of it: the page up to which we've read.
     pub fn cursor(&self) -> Option<Vpn> {
         match self.phase {
             Phase::Reading(cursor) => Some(cursor),

@@ -16,7 +16,7 @@ const PROBES_MAX: usize = 1024;
 /// Changes count once we've visited remembered pages this often.
 const PROBES_MIN: u64 = 16;
 
-/// We count new duplicates over this many samples, and use the count from `RENEWAL_MIN` samples on.
+/// We count new duplicates over this many samples, and use the count once there are `RENEWAL_MIN`.
 const RENEWAL_MOST: u64 = 512;
 const RENEWAL_MIN: u64 = 16;
 /// Where new duplicates appear, we sample up to this many times as densely as elsewhere.
@@ -130,7 +130,7 @@ impl Survey {
     }
 
     /// How many times as densely as others to sample the region: proportional to its share of new duplicates, up to the
-    /// ratio from which we promote a region.
+    /// ratio at which we promote a region.
     pub fn weight(&self, threshold: Permyriad) -> u64 {
         if self.resampled < RENEWAL_MIN {
             return 1;

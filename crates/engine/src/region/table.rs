@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The block size of mappings that we don't cut: the whole address space.
 const WHOLE_BITS: u32 = 52;
-/// The most blocks of one mapping. Larger mappings get larger blocks.
+/// A mapping has at most this many blocks. Larger mappings get larger blocks.
 const BLOCKS_MAX: u64 = 256;
 
 /// A block of a mapping. A mapping that isn't cut is one block.

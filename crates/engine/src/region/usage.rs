@@ -33,8 +33,8 @@ pub struct Usage {
     busy: BusyPages,
 }
 
-/// Pages that couldn't be merged because they were in use. Pinned ones remain so for long, so we wait for twice as long
-/// each time.
+/// Pages that couldn't be merged because they were in use. Pinned pages stay in use, so we wait twice as long each
+/// time.
 #[derive(Clone, Debug, Default)]
 struct BusyPages {
     pages: PageSet,

@@ -174,7 +174,7 @@ impl Census {
         self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings, part: NO_PART }));
     }
 
-    /// Removes a process that has ended in the meantime.
+    /// Removes a process that has just ended.
     pub fn remove_process(&mut self, process: u32) {
         let cells = &mut self.cells;
         self.pages.retain(|page| cells[index(page.cell)].process != process);

@@ -17,7 +17,7 @@
 //!
 //! - We correct a sampled ratio for coverage ([`crate::sampling::estimate`]), so we find contents that exist only
 //!   twice.
-//! - A region with clear samples goes to the top at once, and we sample a new region at once until a duplicate one
+//! - A region with clear samples goes to the top at once, and we sample a new region at once until a duplicated region
 //!   would have shown.
 //! - On the top level we read a region whole, in order, once, which shows exactly which extents are worth marking.
 
@@ -43,11 +43,12 @@ const EVIDENCE_STEP: f64 = 4.0;
 const FOUND_MIN: u64 = 4;
 /// We assume that reading a page costs this much until we've measured it, nanoseconds.
 const READ_NS: u64 = 900;
-/// The most pages we visit to find one that holds memory.
+/// We visit at most this many pages to find one that holds memory.
 const VISITS_PER_SAMPLE: u64 = 16;
-/// We measure the cost of a page from this many pages on.
+/// We need at least this many pages to measure the cost of one.
 const SAMPLES_MIN: u64 = 200;
-/// The fewest pages planned for the bottom level in one round, even if the rest of the round takes all of its share.
+/// We plan at least this many pages for the bottom level in a round, even if the rest of the round takes all of its
+/// share.
 const BOTTOM_MIN: u64 = 64;
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
@@ -269,7 +270,7 @@ impl Ladder {
     }
 
     /// Promotes and demotes regions by their samples. A region with clear samples goes to the top at once, others rise
-    /// by one level once they have enough evidence for theirs. Returns whether we have something left to read soon.
+    /// by one level once they have enough evidence for their own. Returns whether we have something left to read soon.
     pub fn promote(&self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) -> bool {
         let sampled = table.sampled();
         let threshold = config.threshold().fraction();
@@ -477,7 +478,7 @@ mod tests {
         of.map(|run| u64::from(run.pages)).sum()
     }
 
-    /// Promotes regions from a duplicate ratio of 10 % on.
+    /// Promotes regions at a duplicate ratio of 10 %.
     fn tenth() -> Config {
         Config { duplicate_threshold: Permyriad(1_000), ..Config::default() }
     }

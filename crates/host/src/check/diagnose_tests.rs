@@ -143,7 +143,7 @@ fn other_programs_that_use_ksm_are_found() {
     for ksm_stat in [user, marked_by_itself] {
         assert_eq!(programs("cache", ksm_stat), [("programs", Severity::Note)]);
     }
-    // While pagefold runs, only what marks itself isn't its own.
+    // While pagefold is running, only programs that mark themselves are reported.
     for (ksm_stat, severity) in [(user, Severity::Ok), (marked_by_itself, Severity::Note)] {
         let dir = tempfile::tempdir().unwrap();
         let roots = healthy(dir.path());

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// We name this many.
+/// We name at most this many processes.
 const NAMED_MOST: usize = 4;
 /// Looking up a merged page takes about a microsecond. With more pages than this we don't count.
 const COUNTED_MOST: u64 = 1 << 22;
@@ -43,7 +43,7 @@ pub fn ksm_users(proc: &Path, limit: Duration) -> Result<Vec<KsmUser>, ReadError
             break;
         }
         let Ok(process) = Process::open_at(proc, pid) else { continue };
-        // It may keep the lock of its memory map, which the kernel takes for this.
+        // It may hold the lock of its memory map, which the kernel takes for this read.
         if let Ok(Ok(Some(user))) = run_abandonable(move || KsmUser::of(&process)) {
             users.push(user);
         }
@@ -68,7 +68,7 @@ impl KsmUser {
     }
 }
 
-/// Names them, with what they hold.
+/// Names processes, with their merged memory.
 pub fn sentence(users: &[KsmUser]) -> String {
     let mut names = Vec::new();
     for user in users.iter().take(NAMED_MOST) {
@@ -83,8 +83,9 @@ pub fn sentence(users: &[KsmUser]) -> String {
     format!("{text}; {merged} merged in all, for which the kernel keeps {metadata} of metadata")
 }
 
-/// How much less memory these processes hold than if nothing were merged, by frames: a merged frame stands for one frame
-/// of each family of forks, because relatives would share theirs anyway. `None` if we can't tell, or there's too much.
+/// How much less memory these processes hold than if nothing were merged, by frames: a merged frame stands for one
+/// frame of each family of forks, because relatives would share theirs anyway. `None` if we can't tell, or there are
+/// too many pages.
 pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     let merged = users.iter().map(|user| user.merged_bytes).sum::<u64>();
     if users.is_empty() || merged / PAGE_BYTES > COUNTED_MOST {
@@ -93,7 +94,7 @@ pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     let mut mappings = Vec::new();
     let mut zeros: BTreeMap<u64, Pages> = BTreeMap::new();
     for user in users.iter().filter(|user| user.merged_bytes > 0) {
-        // One that has ended meanwhile holds nothing.
+        // A process that has just ended holds nothing.
         let Ok(process) = Process::open_at(proc, user.pid) else { continue };
         let found = Job::start(move || Merged::of(&process)).wait(LIMIT).ok()?.ok()?;
         let most = zeros.entry(found.family).or_default();
@@ -107,7 +108,7 @@ pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
 struct Merged {
     /// The same for processes forked from each other.
     family: u64,
-    /// Each with its frame.
+    /// Each page with its frame.
     pages: Vec<(u64, Vpn)>,
     zeros: Pages,
 }

@@ -154,7 +154,8 @@ impl CgroupLimits {
         self.read_in_turn(now_ns, PASS_LIMIT, |group| group.reading == Reading::Unknown);
     }
 
-    /// Reads limits until the time is over: of each share one in turn, those first that we haven't tried for longest.
+    /// Reads limits for up to `limit`: one from each share in turn, beginning with the one that we haven't tried for
+    /// longest.
     fn read_in_turn(&mut self, now_ns: u64, limit: Duration, is_wanted: impl Fn(&Group) -> bool) {
         let began = Instant::now();
         let mut waiting: Vec<_> = self.groups.iter_mut().filter(|(_, group)| is_wanted(group)).collect();
@@ -275,7 +276,7 @@ mod tests {
         let user = root.path().join("a.slice/user-1.slice");
         let mut tried = 0;
         for pass in 1..=3 {
-            // Too short for all.
+            // Not enough time for all limits.
             limits.read_in_turn(pass, Duration::from_millis(25), |_| true);
             assert!(others.iter().all(|dir| limits.groups[dir].read_ns == pass), "pass {pass}");
             let of_user: Vec<_> = limits.groups.iter().filter(|(dir, _)| dir.starts_with(&user)).collect();

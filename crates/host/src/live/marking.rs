@@ -25,11 +25,11 @@ const MARK_NS: u64 = 250_000_000;
 
 /// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
-/// If a process takes this long, nanoseconds, those of its user and its cgroup come last for some time.
+/// If a process takes this long, processes of its user and its cgroup come last for some time, nanoseconds.
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
 
-/// Where processes come from that took long, and until when theirs come last.
+/// The users and cgroups of slow processes, and until when their processes come last.
 #[derive(Debug, Default)]
 pub(super) struct SlowOrigins(Vec<(Origin, u64)>);
 
@@ -214,7 +214,7 @@ impl LiveHost {
         changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
 
-    /// Makes the `wanted` ones of the changes in one process.
+    /// Makes the `wanted` changes in one process.
     fn change_process(&mut self, pid: i32, wanted: &[usize], changes: &mut Changes<'_>, outcome: &mut Outcome) {
         let mark = changes.mark;
         if mark && !(self.may_be_marked(pid) && self.record_program(pid)) {

@@ -31,7 +31,7 @@ const EARLY_NS: u64 = 30_000_000;
 /// One refresh takes this long at most, not counting the last target. The next refresh continues with the targets left.
 const PASS_NS: u64 = 250_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
-/// than 300 targets we refresh them less often.
+/// than 75 targets we refresh less often than every `INTERVAL_NS`.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
 /// Shortest time between two looks for kept-out processes that have ended, nanoseconds. The looks may take
@@ -42,7 +42,7 @@ const FORGET_SHARE: u64 = 1_000;
 /// If there are marks of earlier runs, we let ksmd rest for this long at most until we've checked all processes,
 /// nanoseconds.
 const FIRST_CHECKS_NS: u64 = 10_000_000_000;
-/// We remember this many marked programs. Beyond that we forget programs that no process runs.
+/// We remember this many marked programs. Beyond that we forget programs that no process is running.
 const PROGRAMS_MOST: usize = 16_384;
 
 /// We list this many processes that match by name only, or have left the scope. Any user can start more.
@@ -50,11 +50,12 @@ const STRANGERS_MOST: usize = 1_000;
 
 /// A process may have this many regions, however many others have.
 const FEW_REGIONS: usize = 1_024;
-/// Processes with more may have this many together: those of one user, and all. A region takes about a kilobyte.
+/// Processes with more regions may have this many together: those of one user, and all of them. A region takes about a
+/// kilobyte.
 const REGIONS_OF_USER_MOST: usize = 65_536;
 const REGIONS_MOST: usize = 131_072;
 
-/// How many regions the processes with more than a few have.
+/// How many regions the processes with more than [`FEW_REGIONS`] have.
 #[derive(Debug, Default)]
 struct LargeLists {
     all: usize,
@@ -77,7 +78,7 @@ impl LargeLists {
         }
     }
 
-    /// How many regions a process of this user may have, which has `regions` now.
+    /// How many regions a process of this user may have if it has `regions` now.
     fn most(&self, user: u32, regions: usize) -> usize {
         let own = if regions > FEW_REGIONS { regions } else { 0 };
         let of_user = self.by_user.get(&user).copied().unwrap_or(0);
@@ -315,8 +316,8 @@ impl LiveHost {
         changed
     }
 
-    /// Whether we needn't wait any longer for the first check of a process that was in scope at the start. What keeps
-    /// it waiting for long is an exec, and that leaves no mark.
+    /// Whether we needn't wait any longer for the first check of a process that was in scope at the start. Only an exec
+    /// can delay that check for long, and an exec leaves no marks.
     fn are_checked(&self, now_ns: u64) -> bool {
         let is_checked = |target: &Target| target.appeared_ns.is_some() || target.image().is_some();
         now_ns >= FIRST_CHECKS_NS || self.targets.values().all(is_checked)
@@ -346,7 +347,7 @@ impl LiveHost {
         self.rules.domains.keep(|key| needed.contains(&key));
     }
 
-    /// If there are many marked programs, forgets those that no process in scope runs.
+    /// If there are many marked programs, forgets the ones that no process in scope is running.
     fn forget_programs(&mut self) {
         let most = PROGRAMS_MOST.max(self.targets.len() * 2);
         if self.schedule.are_all_checked && self.history.marked.are_more_than(most) {

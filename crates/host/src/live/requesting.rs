@@ -30,7 +30,7 @@ const CHECK_NS: u64 = 10_000_000;
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
-/// Somebody else may hold a lock for any time if we only wait for it.
+/// While we only wait for a lock, its holder may keep it for any time.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -272,7 +272,7 @@ impl LiveHost {
                 }
             }
         }
-        // If a process has called exec meanwhile, we may have marked its new program.
+        // If a process has just called exec, we may have marked its new program.
         for &pid in &pids {
             self.record_marked(pid);
         }

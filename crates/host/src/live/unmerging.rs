@@ -23,7 +23,7 @@ const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
 /// If a process makes no progress for this long, it keeps its memory map locked.
 const LOCKED: Duration = Duration::from_secs(1);
-/// How often we look for processes: a child forked meanwhile has its parent's marks.
+/// How often we look for processes: a child forked during a pass has its parent's marks.
 const PASSES: u32 = 5;
 
 /// Why we refuse a request.

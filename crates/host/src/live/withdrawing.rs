@@ -80,7 +80,7 @@ impl LiveHost {
             let mut result = Try::Again;
             while result == Try::Again {
                 if self.now_ns() > now_ns + PASS_NS {
-                    // The remaining processes are pending and not tried yet, so we mark nothing meanwhile.
+                    // The remaining processes are pending and not tried yet, so we mark nothing until then.
                     self.schedule.next_ns = 0;
                     return changed;
                 }
@@ -189,7 +189,7 @@ impl LiveHost {
             }
             self.events.push(Event::Withdrawn { pid, result, reason: reason.clone() });
             if !was_tried {
-                // Nor did we try the calls after this one.
+                // We haven't tried the calls after this one either.
                 break;
             }
         }

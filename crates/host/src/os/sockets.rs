@@ -36,7 +36,7 @@ pub fn take_passed() -> io::Result<Vec<TcpListener>> {
 }
 
 fn take(fd: RawFd) -> io::Result<TcpListener> {
-    // SAFETY: we borrow the descriptor for a few calls that fail if it isn't open, and nobody closes it meanwhile.
+    // SAFETY: we borrow the descriptor for a few calls that fail if it isn't open, and nobody closes it during them.
     let passed = unsafe { BorrowedFd::borrow_raw(fd) };
     if !listens(passed).unwrap_or(false) {
         let wrong = format!("descriptor {fd} is not a listening TCP socket");
@@ -66,8 +66,8 @@ pub enum Ready<'fd> {
     Write(BorrowedFd<'fd>),
 }
 
-/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are. A
-/// signal ends the wait, and then none may be.
+/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are:
+/// maybe none, because a signal ends the wait.
 pub fn wait_for(of: &[Ready<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> = of
         .iter()

@@ -22,7 +22,7 @@ impl Sleeper {
         Self { pid, tid: rustix::thread::gettid().as_raw_pid() }
     }
 
-    /// Ends the current sleep of the thread, if it sleeps.
+    /// Ends the current sleep of the thread, if it's asleep.
     pub fn wake(self) -> io::Result<()> {
         // SAFETY: we pass no memory. The kernel refuses a thread ID that another process uses by now.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, self.tid, SIGNAL) };

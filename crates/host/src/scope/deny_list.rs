@@ -139,8 +139,8 @@ impl DenyList {
 
     /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so
     /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
-    /// whether root alone can have given the program a name, this one or that of a link to it: any user can give any
-    /// name to other files.
+    /// whether only root can have given the program a name (its own, or that of a link to it): any user can give other
+    /// files any name.
     pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&str> {
         match self.deciding(name, is_trusted) {
             Some(entry) if entry.denied => Some(&entry.name),

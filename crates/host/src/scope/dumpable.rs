@@ -63,9 +63,10 @@ pub fn ask_through(injector: &Injector) {
     ASKER.set(Some(Asker { injector: injector.handle(), answers: BTreeMap::new() }));
 }
 
-/// Makes the process query its attribute (PR_GET_DUMPABLE), which stops it for some tens of microseconds, once a minute.
-/// If we can't ask it, earlier answers of the same program are valid for a while, and we ask it again after pauses that
-/// double. A thread without an injector stops nobody, and asks from beside it, which takes a process of ours.
+/// Makes the process query its attribute (PR_GET_DUMPABLE), which stops it for some tens of microseconds, once a
+/// minute. If we can't ask it, earlier answers of the same program are valid for a while, and we ask it again after
+/// pauses that double. A thread without an injector stops nobody: it forks a child that makes the access check from
+/// within the process's user namespace.
 pub fn ask_inside(info: &ProcessInfo) -> Dumpable {
     ASKER.with_borrow_mut(|asker| match asker {
         Some(asker) => asker.ask(&info.process),
@@ -104,8 +105,7 @@ impl Asker {
     fn query(&self, process: &Process, program: &ProgramId) -> Option<Dumpable> {
         let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
         let results = self.injector.run_in(process, program, &[call], &ASKING).ok()?.results;
-        // The process may have executed another program meanwhile. Then this isn't the answer of the program that runs
-        // now.
+        // The process may have just executed another program. Then this isn't the answer of its present program.
         let is_same = program_of(process) == Some(*program);
         match results[..] {
             [Ok(1)] if is_same => Some(Dumpable::Yes),

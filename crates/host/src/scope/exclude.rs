@@ -38,12 +38,12 @@ pub enum Exclusion {
     },
     /// Its owner has opted out.
     OptedOut(OptOut),
-    /// An administrator has unmerged it while pagefold runs, and has not included it again.
+    /// An administrator has unmerged it while pagefold was running, and has not included it again.
     KeptOut {
         /// The user who asked for it.
         by: u32,
     },
-    /// A selector names its executable, and others than root could change that.
+    /// A selector names its executable, which users other than root could change.
     Untrusted(Distrust),
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
@@ -70,10 +70,10 @@ pub enum Exclusion {
     /// It has more mappings that KSM could merge than we consider. Because of this limit, reading mappings takes bounded
     /// memory.
     TooManyMappings {
-        /// The most that we consider.
+        /// How many mappings we consider at most.
         most: usize,
     },
-    /// It and others, or others of its user, have more mappings than we can keep track of.
+    /// Together with other processes, or others of its user, it has more mappings than we can keep track of.
     TooManyInAll,
     /// It maps and unmaps memory all the time, and reading it would slow it down.
     Restless,

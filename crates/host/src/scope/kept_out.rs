@@ -99,7 +99,7 @@ impl KeptOut {
             }
         }
         let new = entries_of(spec, found, Verdict::In);
-        // An entry may be for programs that don't run now, or for a process that has ended and left children.
+        // An entry may be for programs that aren't running now, or for a process that has ended and left children.
         let mut out = self.entries.iter().filter(|entry| !entry.is_in());
         let is_undone = out.any(|entry| spec.0.contains(&entry.selector) || spec.0.contains(&Selector::All));
         if were_out.is_empty() && !is_undone {
@@ -208,7 +208,7 @@ fn has_ended((pid, started): ProcessKey, roots: &Roots) -> bool {
     }
 }
 
-/// Whether all its threads have ended, too. Those of a leader that has ended may still fork.
+/// Whether all its threads have ended, too: after their leader's end, threads may still fork.
 fn is_zombie(process: &Process) -> bool {
     process.stat().is_ok_and(|stat| stat.has_ended() && stat.threads <= 1)
 }
@@ -232,7 +232,7 @@ fn entries_of(spec: &ScopeSpec, found: &[ProcessInfo], verdict: Verdict) -> Vec<
 fn ancestors(process: &Process, roots: &Roots) -> Vec<ProcessKey> {
     let mut found = Vec::new();
     let mut stat = process.stat();
-    // If a parent ends meanwhile the search ends. Processes are never their own ancestors, but pids are reused.
+    // If a parent has just ended, the search ends. Processes are never their own ancestors, but pids are reused.
     while let Ok(Stat { parent: parent @ 1.., .. }) = stat {
         let Ok(process) = Process::open_at(&roots.proc, parent) else { break };
         found.push(process.key());

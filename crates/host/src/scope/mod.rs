@@ -48,7 +48,7 @@ impl ScopeSpec {
         Self(pids.into_iter().map(Selector::Pid).collect())
     }
 
-    /// A scope of these processes, of the names of each kind ([`Selector::NAMED`]), or of all.
+    /// A scope of these processes, of the names of each kind ([`Selector::NAMED`]), or of all processes.
     pub fn of(pids: &[i32], names: &[(&str, &[String])], all: bool) -> Self {
         let mut spec = Self::of_pids(pids.iter().copied());
         for (kind, names) in names {
@@ -153,7 +153,7 @@ pub fn resolve_for_including(
     }
 }
 
-/// Like [`resolve_for_undoing`], but some time later, to find processes that have started meanwhile. `found` are the
+/// Like [`resolve_for_undoing`], but some time later, to find processes that have started since. `found` are the
 /// earlier ones: a pid that has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(
     spec: &ScopeSpec,

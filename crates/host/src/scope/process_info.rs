@@ -35,7 +35,8 @@ pub struct ProcessInfo {
     pub selected_by: Option<usize>,
     /// Why that selector, an executable's name, doesn't count.
     pub distrust: Option<Distrust>,
-    /// Whether it runs a 32-bit program, and whether it's one that hasn't marked its memory itself. Read apart.
+    /// Whether it's running a 32-bit program, and whether that program hasn't marked its memory itself. We read these
+    /// separately.
     pub(crate) is_32_bit: bool,
     pub(crate) needs_exec: bool,
 }
@@ -84,7 +85,7 @@ impl ProcessInfo {
         })
     }
 
-    /// Finds out whether it runs a 32-bit program. May block on the process.
+    /// Finds out whether it's running a 32-bit program. May block on the process.
     pub(crate) fn read_width(&mut self) -> Result<(), ReadError> {
         self.is_32_bit = is_32_bit(&self.process, "auxv");
         self.needs_exec = self.is_32_bit && !KsmStat::of(&self.process)?.merge_any;

@@ -94,7 +94,7 @@ impl Selection {
                 Ok(Some(info)) => found.push(info),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
-                // The process is out of scope, has ended meanwhile, or is hidden (proc mounted with hidepid).
+                // The process is out of scope, has just ended, or is hidden (proc mounted with hidepid).
                 Ok(_) | Err(_) => {}
             }
         }
@@ -105,7 +105,7 @@ impl Selection {
     fn descendants_of_named(&self, pids: &[i32]) -> BTreeMap<i32, i32> {
         let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
         for &pid in pids {
-            // If a process has ended meanwhile, nothing selects it.
+            // If a process has just ended, nothing selects it.
             if let Ok(stat) = Process::open_at(&self.roots.proc, pid).and_then(|process| process.stat()) {
                 children.entry(stat.parent).or_default().push(pid);
             }

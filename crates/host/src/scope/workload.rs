@@ -32,7 +32,7 @@ impl WorkloadKind {
     const NAMES: [(&'static str, Self); 4] =
         [("unit", Self::Unit), ("vm", Self::Vm), ("container", Self::Container), ("pod", Self::Pod)];
 
-    /// The kind that selectors call so.
+    /// The kind that selectors call by this name.
     pub fn of_name(name: &str) -> Option<Self> {
         Some(Self::NAMES.iter().find(|(other, _)| *other == name)?.1)
     }
@@ -52,7 +52,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// The workload that displays so. `unit` may be written as well.
+    /// Parses a workload as it's displayed. A unit may be preceded by `unit`.
     pub fn parse(text: &str) -> Self {
         let text = text.trim();
         let kind = text
@@ -142,8 +142,8 @@ impl Label<'_> {
         matches!(unit_type(&self.name), Some("service" | "scope"))
     }
 
-    /// Whether operators call it so: by the name that we show or the one in the path, by the first digits of an
-    /// identifier, or by a service's name alone.
+    /// Whether `asked` names it: as we show it, as it is in the path, by the first digits of an identifier, or by a
+    /// service's name alone.
     pub(super) fn is_called(&self, asked: &Workload) -> bool {
         if self.kind != asked.kind {
             return false;

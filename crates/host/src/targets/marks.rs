@@ -152,7 +152,8 @@ impl Target {
     }
 
     /// Records that a try has removed all the marks that it found. If it's marked again each time, its program does
-    /// that, and ours are gone; we unmark what must never be merged again later. Returns whether to look again at once.
+    /// that, and ours are gone; memory that must never be merged, we unmark again later. Returns whether to look again
+    /// at once.
     pub(crate) fn set_unmarked(&mut self, now_ns: u64) -> bool {
         let Some(pending) = &mut self.pending else { return false };
         pending.passes += 1;

@@ -20,15 +20,15 @@ use pagefold_procmem::process::{Process, ReadError};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Least time between two checks of a process, nanoseconds.
+/// Shortest time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
 /// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes we check each less often, but still every
 /// `RECHECK_NS` as long as checks take no more than 1/`RECHECK_MOST_SHARE`.
 const RECHECK_SHARE: u64 = 500;
 const RECHECK_NS: u64 = 10_000_000_000;
 const RECHECK_MOST_SHARE: u64 = 100;
-/// The most that we count for one check, nanoseconds, so that no process can make its own checks rare. Most take 30 to
-/// 150 us.
+/// We count at most this much for one check, nanoseconds, so that no process can make its own checks rare. Most take 30
+/// to 150 us.
 const RECHECK_COST_MOST_NS: u64 = 200_000;
 
 /// The facts that we knew at the last check.

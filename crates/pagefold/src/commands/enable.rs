@@ -1,5 +1,5 @@
-//! `pagefold enable` and `disable`: add processes to the scope in a drop-in file, make the daemon read it, and show what
-//! comes of it.
+//! `pagefold enable` and `disable`: add processes to the scope in a drop-in file, make the daemon read it, and show the
+//! result.
 
 use super::status::Status;
 use crate::config::enabled::EnabledFile;
@@ -27,7 +27,7 @@ const SERVICE: &str = "pagefold.service";
 const SAVING_LIMIT: Duration = Duration::from_secs(60);
 /// How long we wait until a process is unmerged.
 const UNMERGING_LIMIT: Duration = Duration::from_secs(10);
-/// If the daemon leaves all processes alone for this long, it will go on.
+/// If the daemon leaves all processes alone for this long, it'll go on doing so.
 const LEFT_ALONE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(250);
 
@@ -63,23 +63,23 @@ impl EnableArgs {
 /// The daemon after a change of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum DaemonState {
-    /// It has read the files. What remains in its scope, as flags.
+    /// It has read the files. Its scope, as flags.
     Reloaded(String),
     Started,
-    /// It doesn't run.
+    /// It isn't running.
     Absent,
 }
 
-/// What came of the processes.
+/// What happened to the processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Outcome {
     processes: usize,
     saved_bytes: u64,
-    /// How many of them the daemon leaves alone, with a reason; whether their memory must still be unmarked.
+    /// How many of them the daemon leaves alone, with a reason, and in how many memory must still be unmarked.
     left_alone: usize,
     reason: Option<String>,
     to_unmark: usize,
-    /// One of them.
+    /// One of the processes.
     pid: Option<i32>,
     doing: String,
 }
@@ -178,8 +178,8 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
     Ok(DaemonState::Started)
 }
 
-/// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon runs. If the daemon
-/// refuses, the file is as before.
+/// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon is running. If the
+/// daemon refuses, the file is as before.
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<String>> {
     let former = file.list.clone();
     let scope = file.set(list)?;

@@ -41,7 +41,7 @@ use std::sync::atomic::AtomicBool;
 
 /// Runs until it's stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
-    // Install the signal handlers first: from here on the run always ends in an orderly way.
+    // Install the signal handlers first: after that the run always ends in an orderly way.
     let start = Start::of("pagefold")?;
     let settings = Settings::of(args)?;
     preflight::need_rights("merging other processes' memory")?;
@@ -145,8 +145,8 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
     }
 }
 
-/// Starts the injector and gives up every capability that we don't need from then on. A dry run has no injector to ask
-/// a process whether it's dumpable, so a dry run keeps the capabilities to find that out itself.
+/// Starts the injector and gives up every capability that we no longer need. A dry run has no injector to ask a process
+/// whether it's dumpable, so a dry run keeps the capabilities to find that out itself.
 fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     if args.dry_run {
         return Ok(None);

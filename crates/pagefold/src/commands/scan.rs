@@ -178,7 +178,7 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// Up to so many pages (16 GiB) we read every one for the maps.
+/// If there are at most this many pages (16 GiB), we read every one for the maps.
 const MAP_PAGES: f64 = 4_194_304.0;
 
 /// How we read contents: private, shared and merged pages alike.

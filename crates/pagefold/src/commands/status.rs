@@ -234,7 +234,7 @@ impl Status {
         }
     }
 
-    /// Adopts those of these processes that aren't the run's.
+    /// Adopts the processes that aren't the run's.
     pub fn set_others(&mut self, mut users: Vec<KsmUser>) {
         let mut ours = BTreeSet::new();
         for row in &self.programs.processes {

@@ -1,7 +1,7 @@
 //! `pagefold unmerge` and `exclude`: give processes their own copies of merged pages, and remove their marks.
 //!
-//! If a daemon runs, the daemon does this and won't merge the processes again, nor will later runs. Otherwise this command
-//! does the work, and only `exclude` keeps the processes out of later runs.
+//! If a daemon is running, it does this, and neither it nor later runs merge the processes again. Otherwise this
+//! command does the work, and only `exclude` keeps the processes out of later runs.
 
 use crate::audit::{Audit, Demand, Entry, Owner};
 use crate::config::flags::AuditFlags;
@@ -30,7 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
-/// How often we look for processes in scope. Later passes find the processes that have started in the meantime.
+/// How often we look for processes in scope. Later passes find processes that have started since.
 const PASSES: u32 = 5;
 /// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
@@ -57,7 +57,7 @@ pub struct Summary {
     pub still_saved_bytes: u64,
     /// The processes that are kept out from now on, as flags.
     kept_out: Option<String>,
-    /// Why only the daemon that runs now keeps them out.
+    /// Why only the running daemon keeps them out.
     pub not_kept: Option<String>,
     /// Whether a daemon has done this.
     by_daemon: bool,
@@ -112,7 +112,7 @@ impl Summary {
     }
 }
 
-/// Unmerges the processes. If `keep_out`, keeps them out of later runs even if no daemon runs.
+/// Unmerges the processes. If `keep_out`, keeps them out of later runs even if no daemon is running.
 pub fn run(args: &UnmergeArgs, keep_out: bool) -> Result<u8> {
     preflight::need_root("unmerging")?;
     if args.scope == ScopeArgs::default() {
@@ -147,7 +147,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
 }
 
 fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
-    // From here on a stalled reader of our messages can't make us leave KSM's settings changed.
+    // After this a stalled reader of our messages can't make us leave KSM's settings changed.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
@@ -188,7 +188,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
             record(&mut audit, &owners, &done);
             over.extend(done);
         }
-        // A child forked meanwhile has the marks that its parent had then.
+        // A child forked since has the marks that its parent had then.
         scoped = args.scope.resolve_for_undoing_again(&found);
     }
     let done = unmerger.finish();

@@ -21,14 +21,14 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The most connections at a time: in all, from members of the group, and from one member. Beyond that, a new
-/// connection replaces the one that has been idle for longest.
+/// We keep at most this many connections at a time: in all, from members of the group, and from one member. Beyond
+/// that, a new connection replaces the one that has been idle for longest.
 const CONNECTIONS_MOST: usize = 16;
 const MEMBERS_MOST: usize = 12;
 const MEMBER_MOST: usize = 4;
 /// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// We close the connection if the peer doesn't read its answer for this time.
+/// We close the connection if the peer doesn't read its answer for this long.
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
 /// The pause after `accept` fails, so that we don't loop busily when we're out of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);

@@ -2,7 +2,7 @@
 
 use super::Moment;
 
-/// From this age on, we only have a moment for each quarter of an hour, seconds.
+/// Beyond this age we only have one moment for each quarter of an hour, seconds.
 const DAY: u64 = 86_400;
 /// The longest gap between two moments of the same run, seconds: in the last day, and before that.
 const STEP_MOST: [u64; 2] = [190, 1_900];

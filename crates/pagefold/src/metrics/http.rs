@@ -17,7 +17,7 @@ const CONNECTIONS_MOST: usize = 16;
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
 /// The longest request without a body, bytes.
 const REQUEST_MOST: usize = 8192;
-/// The most reads for one request: a client that sends single bytes would cost too much CPU time.
+/// We read at most this many times for one request: a client that sends single bytes would cost too much CPU time.
 const PARTS_MOST: u32 = 32;
 /// The shortest time between two connections. At this rate, serving takes less than a hundredth of a core.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);

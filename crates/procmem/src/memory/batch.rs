@@ -366,7 +366,7 @@ impl Batch {
     }
 }
 
-/// How many of these slots, from the first on, are of adjacent pages in a wanted state.
+/// How many of these slots, counted from the first, are of adjacent pages in a wanted state.
 fn adjacent(slots: &[Slot], is_wanted: impl Fn(PageState) -> bool) -> usize {
     let mut length = 0;
     while length < slots.len() && slots[length].page == slots[0].page + count(length) && is_wanted(slots[length].state)

@@ -7,11 +7,11 @@
 //! (`exec_update_lock`).
 //!
 //! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names
-//! take a second. The caller waits for a short time, and then goes on without the result; while the thread sleeps, even
-//! shorter if there were other waits just before. The thread ends when its job returns, or with the process. A job is
-//! stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports each part of a long list
-//! that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page tables of a large mapping in
-//! one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
+//! take a second. The caller waits for a short time, and then goes on without the result. If the thread sleeps and
+//! there were other waits just before, that time is even shorter. The thread ends when its job returns, or with the
+//! process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports each
+//! part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page tables
+//! of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -56,12 +56,12 @@ struct Signs {
     /// Its thread; 0 before it begins.
     tid: AtomicI32,
     clock: OnceLock<libc::clockid_t>,
-    /// Whether it waits for something that its target has no part in.
+    /// Whether it's waiting for something that its target has no part in.
     is_elsewhere: AtomicBool,
 }
 
 impl Signs {
-    /// Makes the calling thread the one that shows these signs.
+    /// Tracks the calling thread's progress from now on.
     fn begin(self: &Arc<Self>) {
         let mut clock = 0;
         // SAFETY: `clock` outlives the call, which is about this thread.
@@ -83,7 +83,7 @@ impl Signs {
     }
 }
 
-/// Whether a thread of this process sleeps: it neither runs nor waits for a processor.
+/// Whether a thread of this process is asleep: neither running nor waiting for a processor.
 pub fn is_asleep(tid: i32) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{tid}/stat")).unwrap_or_default();
     let name_end = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
@@ -99,7 +99,7 @@ pub fn advance() {
     });
 }
 
-/// Does something in which the job of this thread may wait for others than its target, and isn't stuck.
+/// Does something during which this thread's job may wait for somebody other than its target without being stuck.
 pub fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
     set_elsewhere(true);
     let done = work();
@@ -130,7 +130,7 @@ impl Pending {
         self.alive.strong_count() == 0
     }
 
-    /// How long the job has made no progress, as far as our looks at it tell.
+    /// How long the job has made no progress, as far as we've seen.
     pub fn idle(&mut self) -> Duration {
         let now = self.signs.sum();
         if now != self.seen.0 || self.signs.is_elsewhere.load(Ordering::Relaxed) {
@@ -319,7 +319,7 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// A job that waits for others than its target is neither stuck nor the target's stall.
+    /// A job that waits for somebody other than its target is neither stuck nor the target's stall.
     #[test]
     fn a_target_is_not_to_blame_for_a_wait_elsewhere() {
         let (release, held) = channel::<()>();

@@ -1,8 +1,8 @@
 //! Fault injection for tests.
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point the process kills
-//! itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`). `@3` means from the
-//! third passage on. Only test builds have this: it needs debug assertions and the feature `faults`, which
+//! itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`). `@3` means at the third
+//! passage and all later ones. Only test builds have this: it needs debug assertions and the feature `faults`, which
 //! pagefold-testkit enables. Everywhere else the points do nothing.
 
 use std::io::{self, Write};

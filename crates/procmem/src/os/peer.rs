@@ -40,7 +40,7 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
 
 /// Whether the process was in this group when it connected: SO_PEERGROUPS and SO_PEERCRED.
 pub fn is_in_group(stream: &UnixStream, group: u32) -> io::Result<bool> {
-    // The most groups that a process can have (NGROUPS_MAX).
+    // A process can have at most this many groups (NGROUPS_MAX).
     let mut groups = vec![0_u32; 65_536];
     let size = groups.len() * size_of::<u32>();
     let mut length = libc::socklen_t::try_from(size).unwrap_or(0);

@@ -61,7 +61,7 @@ pub fn missing(needed: &[Capability]) -> Result<Vec<Capability>, PrivilegeError>
     Ok(needed.iter().copied().filter(|capability| !permitted.contains(capability)).collect())
 }
 
-/// Drops all capabilities of this thread but `kept`, for good.
+/// Permanently drops all capabilities of this thread but `kept`.
 pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let kept: CapsHashSet = kept.iter().copied().filter(|capability| permitted.contains(capability)).collect();

@@ -1,4 +1,4 @@
-//! The calls that pagefold makes ([`Host`]). Each costs CPU time, and virtual time passes meanwhile.
+//! The calls that pagefold makes ([`Host`]). Each costs CPU time, during which virtual time passes.
 
 use super::SimHost;
 use crate::content::{digest, line_digest};

@@ -6,7 +6,7 @@ use pagefold_engine::host::{Keep, Mechanism, MergeRange, MergeResult, Merging, O
 use pagefold_engine::keys::{DomainKey, RegionKey};
 use pagefold_engine::units::Vpn;
 
-/// The most pages that the kernel merges at once (`PAGEVEC_SIZE`).
+/// The kernel merges at most this many pages at once (`PAGEVEC_SIZE`).
 const BATCH_PAGES: u32 = 31;
 
 impl SimHost {

@@ -9,10 +9,10 @@
 //!
 //! `time` answers the number of its pages, and then, on a line for each page, the cycles that a write to it takes.
 //!
-//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`,
-//! `pin FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all
-//! of its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `dumpable 0|1`, `user
-//! ID` (and group; stays dumpable), `group ID`, `sleep` (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new
+//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `pin
+//! FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all of
+//! its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `dumpable 0|1`, `user ID`
+//! (and group; stays dumpable), `group ID`, `sleep` (uninterruptibly, for ever) and `exec PAGES PROGRAM` (the new
 //! program, a copy of this one, answers with its first page).
 
 use pagefold_testkit::holder::fill;
@@ -75,8 +75,8 @@ fn main() {
         };
         let advise = |advice| {
             let (first, pages) = range();
-            // SAFETY: within the mapping, and nobody uses a reference to it meanwhile. Marking doesn't change what the
-            // pages read as; dropped pages read as zeros afterwards.
+            // SAFETY: within the mapping, and nobody uses a reference to it during the call. Marking doesn't change
+            // what the pages read as; dropped pages read as zeros afterwards.
             assert_eq!(unsafe { libc::madvise(start.byte_add(first * PAGE), pages * PAGE, advice) }, 0, "{line}");
             0
         };
@@ -245,8 +245,8 @@ fn register(start: u64, length: u64) {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
     const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
     let (mut api, mut range) = ([0xaa_u64, 0, 0], [start, length, 2, 0]);
-    // SAFETY: both requests read and write structs of three and four words. The descriptor stays open for good, since
-    // closing it would undo the registration.
+    // SAFETY: both requests read and write structs of three and four words. We never close the descriptor: that would
+    // undo the registration.
     unsafe {
         let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);
         let fd = i32::try_from(fd).expect("a descriptor");
@@ -255,7 +255,7 @@ fn register(start: u64, length: u64) {
     }
 }
 
-/// Has io_uring pin memory as registered buffers of at most 1 GiB, for good.
+/// Has io_uring pin memory permanently, as registered buffers of at most 1 GiB.
 fn pin(start: u64, length: u64) {
     const REGISTER_BUFFERS: u32 = 0;
     const LARGEST: u64 = 1 << 30;
@@ -278,12 +278,12 @@ fn map(start: *mut libc::c_void, length: usize, path: &str) {
     let file = File::open(path).expect("the file");
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
-    // SAFETY: exactly our own mapping, and nobody uses a reference to it meanwhile.
+    // SAFETY: exactly our own mapping, and nobody uses a reference to it during the call.
     let mapped = unsafe { libc::mmap(start, length, access, flags, file.as_raw_fd(), 0) };
     assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
 }
 
-/// Maps so many parts of a file, none beside the next one in the file.
+/// Maps `count` parts of a file, none beside its neighbour in the file.
 fn map_files(count: u64) {
     // SAFETY: the name ends with a zero; the new descriptor is ours alone.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"files".as_ptr(), libc::MFD_CLOEXEC)) };

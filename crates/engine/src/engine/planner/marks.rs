@@ -21,7 +21,7 @@ impl Planner for Marks {
         engine.take_back();
         let unmark = engine.unmark();
         if !engine.room.reserve.is_short() {
-            // We do this before we plan new marks, so that small ones can share its scans.
+            // We do this before we plan new marks, so that a small batch of them can share its scans.
             engine.refresh_marks();
         }
         if engine.snapshot.foreign_marks {

@@ -34,7 +34,7 @@ impl Planner for Pairs {
         Actions { unmark, merge, moves, ..Actions::default() }
     }
 
-    /// The pages that we've merged, or any if an earlier run merged some.
+    /// The pages that we've merged, or all resident pages if an earlier run merged some.
     fn mergeable(&self, region: &Region) -> Pages {
         if region.usage.merged_before { region.resident() } else { region.usage.merged.len() }
     }
@@ -98,7 +98,7 @@ impl Engine {
         if !named {
             self.note_headroom(new.location.slot);
         }
-        // If the other page may not be merged now, the index leads it to this page once it may.
+        // If the other page may not be merged now, it'll find this page through the index once it may.
         if !named || stays == Stays::New {
             self.contents.index.point_to(digest, new.location);
         }
@@ -118,7 +118,7 @@ impl Engine {
         self.room.headroom.stays(chosen, known.owner, copy.owner)
     }
 
-    /// Whether a page that we've seen merged may only be kept if it's merged still. Otherwise its cgroup would keep one
+    /// Whether a page that we've seen merged may only be kept if it's still merged. Otherwise its cgroup would keep one
     /// more page for others, without headroom for it.
     fn needs_merged(&self, kept: IndexedPage) -> bool {
         let Some(region) = self.table.get(kept.location.slot) else { return false };

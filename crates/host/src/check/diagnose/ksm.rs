@@ -139,7 +139,7 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
             "systemctl disable --now ksmtuned",
         );
     }
-    // What a running pagefold has marked is its own.
+    // A running pagefold accounts for the memory that it has marked.
     let is_running = facts.lock_holder.known().is_some();
     let mut others = users.clone();
     others.retain(|user| user.is_marked_by_itself || !is_running);
@@ -170,7 +170,8 @@ fn virt_handler(facts: &MachineFacts) -> Option<i32> {
     facts.programs.known()?.iter().find(|(_, name)| name == VIRT_HANDLER).map(|(pid, _)| *pid)
 }
 
-/// What a run that was killed in this boot has left. The next run restores it before anything else.
+/// The state left by a run that was killed since boot. The next run restores KSM's settings from it before anything
+/// else.
 fn killed(facts: &MachineFacts) -> Option<&FoundState> {
     facts.state.known().filter(|found| found.this_boot && !found.holder_alive && found.state.holder.is_some())
 }

@@ -20,7 +20,7 @@ pub enum Fixed {
 }
 
 impl Fixed {
-    /// Whether a knob isn't restored for another reason than that pages are merged.
+    /// Whether a knob isn't restored for a reason other than merged pages.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }

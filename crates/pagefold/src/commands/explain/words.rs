@@ -13,11 +13,11 @@ use pagefold_host::scope::exclude::Exclusion;
 use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 
-/// The most regions shown one by one.
+/// We show at most this many regions one by one.
 const REGIONS: usize = 12;
 /// We only sum up regions below this size (bytes), unless there are no larger ones.
 const SMALL: u64 = 1 << 20;
-/// The most mappings shown for one reason to leave them alone.
+/// For each reason to leave mappings alone, we show at most this many of them.
 const MAPPINGS: usize = 6;
 const WIDTH: usize = 78;
 

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 /// We name at most this many processes.
 const NAMES_MOST: usize = 8;
-/// Programs that we look at, those with the most savable memory first.
+/// We look at this many programs, the ones with the most savable memory first.
 const PROGRAMS_MOST: usize = 8;
 
 /// The scope of the program with the most savable memory that can be selected: by its name if that is enough, or else

@@ -6,7 +6,7 @@ use pagefold_engine::sampling::census::density::Density;
 use pagefold_engine::units::{Vpn, index};
 use pagefold_procmem::maps::RegionKind;
 
-/// How many parts a map has, and the least.
+/// How many parts a map has, and the fewest.
 const PARTS: u64 = 160;
 const PARTS_LEAST: usize = 10;
 /// If all of a part is duplicate, the sample should contain about this many pairs of its pages.

@@ -39,7 +39,7 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
-    /// Pages that are pinned, we don't know where.
+    /// Pinned pages. We don't know which ones they are.
     pub pinned: Pages,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,

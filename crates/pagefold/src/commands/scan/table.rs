@@ -5,7 +5,7 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_text::table::Table;
 
-/// The most rows of a list that we show. A last line sums up the rest.
+/// We show at most this many rows of a list. A last line sums up the rest.
 const ROWS: usize = 20;
 const BAR: usize = 12;
 

@@ -8,7 +8,7 @@ use pagefold_host::scope::exclude::Exclusion;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 
-/// The most selectors that we list. We sum up the rest.
+/// We list at most this many selectors, and sum up the rest.
 const SCOPES_MOST: usize = 20;
 /// The word for the remaining selectors, and for reasons that concern mappings rather than processes.
 pub const OTHER: &str = "other";

@@ -101,7 +101,7 @@ fn others(status: &Status) -> Option<String> {
     if status.others.is_empty() { None } else { Some(users::sentence(&status.others)) }
 }
 
-/// What ksmd finds in marked memory beside zeros, if we merge only these.
+/// Pages other than zeros that ksmd finds in marked memory, if we merge only zeros.
 fn zeros(status: &Status) -> Option<String> {
     let other = human(status.other_bytes?);
     Some(format!("{other} of the marked memory holds other data; ksmd scans it, too, and merges equal pages"))

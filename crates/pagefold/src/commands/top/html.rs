@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-/// The most rows in a table. We only count the rest.
+/// A table has at most this many rows. We only count the rest.
 const ROWS_MOST: usize = 200;
 
 /// The page's data: the history, the status of a running daemon, or both.

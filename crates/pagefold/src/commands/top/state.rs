@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The most points that we keep for the curve: two hours.
+/// We keep at most this many points for the curve: two hours.
 const POINTS_MOST: usize = 7_200;
 /// How many rows the page keys move by.
 const PAGE: isize = 10;
@@ -176,7 +176,7 @@ impl Top {
             self.history = history;
         }
         match answer.explanation {
-            // In the meantime the user has chosen another process.
+            // The user has just chosen another process.
             Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
             None => {}
             found => self.explanation = found,

@@ -64,7 +64,7 @@ fn done() -> bool {
     DONE.load(Ordering::Relaxed)
 }
 
-/// Makes rounds until the test asks for the verdict, and checks memory and signals now and then.
+/// Calls `round` until the test asks for the verdict, checking memory and signals now and then.
 fn rounds(memory: Memory, mut round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let before = signals();
     let mut made = 0_u32;

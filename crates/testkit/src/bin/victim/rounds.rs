@@ -240,7 +240,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
     ROUNDS.store(turn, Relaxed);
     if turn == 0 {
-        // Soon the marked range is other memory, or none.
+        // The exec will replace or unmap this range.
         torture::ready(memory);
     }
     memory.check()?;

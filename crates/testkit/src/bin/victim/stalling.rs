@@ -113,8 +113,8 @@ pub fn main(kind: &str) {
     unsafe { libc::_exit(0) };
 }
 
-/// Keeps the memory map locked from the end of `wait` on: one thread reads the file with the lock held, another one
-/// waits for it.
+/// Keeps the memory map locked once `wait` has ended: one thread reads the file with the lock held, another one waits
+/// for it.
 fn lock(file: &File, wait: fn()) {
     map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
     std::thread::spawn(move || {
@@ -164,7 +164,7 @@ fn drop_capabilities() {
     unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
 }
 
-/// One mapping in two is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page
+/// Every second mapping is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page
 /// present.
 fn mappings() -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
@@ -204,7 +204,7 @@ fn regions() {
     }
 }
 
-/// Splits and joins such mappings, other ones each time.
+/// Splits and joins such mappings, different ones each time.
 fn churn() {
     let pages = anonymous(REGIONS * 4096) as usize;
     let protect = |at: usize, pages: usize, access| unsafe {

@@ -132,7 +132,7 @@ fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String>
     verdict
 }
 
-/// Makes rounds until somebody sends a byte, and checks everything now and then.
+/// Calls `round` until somebody sends a byte, checking everything now and then.
 pub fn until_asked_to_end(
     memory: Memory,
     before: &crate::checks::Signals,
@@ -152,7 +152,7 @@ pub fn until_asked_to_end(
     }
 }
 
-/// Announces itself and makes rounds.
+/// Announces itself and calls `round` until asked to end.
 pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     ready(memory);
     until_asked_to_end(memory, &signals(), round)

@@ -104,8 +104,8 @@ extern "C" fn forged_fault(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
 /// An address that no program has.
 const FORGED: usize = 0x1234;
 
-/// Sends itself signals as the kernel does for a fault: each must come. Only the main thread may do that. It blocks them, so
-/// another one gets them, and it spends its time in the kernel, so that one is stopped.
+/// Sends itself signals as the kernel does for a fault: each must come. Only the main thread may do that. It blocks
+/// them, so another thread gets them, and it spends its time in the kernel, so the injector stops that thread.
 pub fn forged_faults(memory: Memory) -> Result<(), String> {
     static IS_RUNNING: AtomicBool = AtomicBool::new(false);
     handle(libc::SIGSEGV, forged_fault as *const () as usize, libc::SA_SIGINFO);
