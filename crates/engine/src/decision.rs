@@ -59,7 +59,7 @@ pub enum Reason {
     TakenBack,
     /// We unmerged its memory because a cgroup without headroom for it was charged.
     Relieved,
-    /// It's pinned, or its copies are: ksmd merged next to none of its duplicates.
+    /// It's pinned, or its copies are: ksmd merged almost none of its duplicates.
     Unmerged,
     /// We couldn't stop its process, and try again.
     Busy,
@@ -125,7 +125,7 @@ impl fmt::Display for Reason {
 pub struct Decision {
     pub verb: Verb,
     pub reason: Reason,
-    /// When we first decided so for this reason, nanoseconds.
+    /// When we first made this decision for this reason, nanoseconds.
     pub since_ns: u64,
     /// When the decision ends if nothing else changes, nanoseconds. `None` if we don't know.
     pub until_ns: Option<u64>,
@@ -174,7 +174,7 @@ pub struct DecisionChange {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionLog {
     changes: VecDeque<DecisionChange>,
-    /// All changes so far, including those that we no longer keep.
+    /// All changes so far, including the ones that we no longer keep.
     number: u64,
 }
 
@@ -195,7 +195,7 @@ impl DecisionLog {
         self.changes.iter()
     }
 
-    /// All changes so far, including those that we no longer keep.
+    /// All changes so far, including the ones that we no longer keep.
     pub fn number(&self) -> u64 {
         self.number
     }

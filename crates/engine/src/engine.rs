@@ -123,7 +123,7 @@ impl Engine {
     }
 
     /// Everything the next run can adopt. We know pages merged on request by their digests, and we don't save digests,
-    /// so the next run judges the regions with such pages anew.
+    /// so the next run judges the regions with such pages from scratch.
     pub fn learned(&self) -> Learned {
         let mut regions = Vec::new();
         if self.carrier().by_marks {
@@ -165,9 +165,9 @@ impl Engine {
         self.saving.latest()
     }
 
-    /// How many pages we need if programs write to every merged one. With marks that's at least what KSM counts: ksmd
-    /// corrects its counters as it scans, and they include other programs' memory, but not the zeros of huge pages that
-    /// it has split. On request ksmd doesn't scan, so we count ourselves.
+    /// How many pages programs need if they write to every merged page. With marks that's at least KSM's count: it
+    /// covers other programs' memory, too, but lacks the zeros of huge pages that ksmd has split. On request we don't
+    /// use KSM's count: only scans of ksmd would correct it.
     pub fn returns_at_worst(&self) -> Pages {
         let of_machine = self.snapshot.ksm.saved();
         match self.saving.latest() {
@@ -177,8 +177,8 @@ impl Engine {
         }
     }
 
-    /// Roughly how many of the pages that KSM counts as merged have been unmapped. That's no more than KSM counts
-    /// beyond the pages of living processes: programs may have unmapped memory that ksmd hadn't merged yet.
+    /// Roughly how many of the pages that KSM counts as merged have been unmapped: at most KSM's count less the merged
+    /// pages of living processes, because programs may have unmapped memory that ksmd hadn't merged yet.
     fn exited(&self, ksm: &KsmView) -> Pages {
         let exited = self.ksmd.scheduler.exited();
         if exited == Pages(0) {

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 /// A governor's share holds over this period, nanoseconds.
 pub const WINDOW_NS: u64 = 10_000_000_000;
-/// We join observations closer together than this, nanoseconds.
+/// We combine observations that are closer together than this, nanoseconds.
 const OBSERVE_NS: u64 = 20_000_000;
 
 /// A named share and round time.

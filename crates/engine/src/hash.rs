@@ -275,7 +275,7 @@ mod tests {
         }
     }
 
-    /// The pages' digests by a function that does the same as the kernel, and how many hashes it made by all lines.
+    /// The pages' digests, with a stand-in for the kernel, and how many hashes by all lines it computed.
     fn line_digests(lines: u32, pages: &[Option<PageBytes>]) -> (Vec<Option<Digest>>, u32) {
         let digester = LineDigester::new(7, lines);
         let (mut digests, mut strong) = (vec![None; pages.len()], 0);

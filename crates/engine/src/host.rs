@@ -60,7 +60,7 @@ pub struct Snapshot {
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.
     pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// Whether processes in another trust domain than the one that ksmd merges still have marked memory.
+    /// Whether any process outside the trust domain that ksmd merges still has marked memory.
     pub foreign_marks: bool,
     /// CPU time spent so far in the run.
     pub cost: Cost,
@@ -391,7 +391,7 @@ pub enum Why {
     MemoryShort,
     /// Unmarked because its pages are charged to another cgroup, with a limit that has no headroom for them.
     Charge,
-    /// Unmarked because ksmd merged next to none of its duplicates: it's pinned, or its copies are.
+    /// Unmarked because ksmd merged almost none of its duplicates: it's pinned, or its copies are.
     Unmerged,
     /// A user asked for it.
     Asked,

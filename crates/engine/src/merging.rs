@@ -138,7 +138,7 @@ impl ScanScheduler {
         self.scan_in_progress.is_some() || self.due > 0
     }
 
-    /// Whether ksmd will visit pages that we mark now twice.
+    /// Whether pages that we mark now will get two visits from ksmd.
     pub fn visits_twice(&self) -> bool {
         self.due >= 2
     }

@@ -104,7 +104,7 @@ impl Region {
     /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
-        // It may have been unmarked.
+        // The region may have been unmarked since.
         self.usage.named &= view.named || !self.view.named;
         self.view = view;
         self.hold.left_alone = view.left_alone;
@@ -270,9 +270,9 @@ impl Region {
         self.usage.cow_breaks.forget_pages();
     }
 
-    /// Whether reading a page can still show if its process uses it. A second read makes a page active, so only its
-    /// first two reads count: the ones in the first two cycles of sampling, or the reading of the whole region after
-    /// less than one cycle.
+    /// Whether reading a page can still show if its process uses it. Our second read of a page makes it active, so only
+    /// the first two count: the first two passes of sampling, or reading the whole region before the first pass has
+    /// ended.
     pub fn shows_activity(&self) -> bool {
         let cycles = if self.life.is_reading() { 1 } else { 2 };
         !self.usage.activity_known && self.survey.visited() <= cycles * self.view.pages.0

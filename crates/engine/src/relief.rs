@@ -118,7 +118,7 @@ struct Survey {
     frames: FxHashSet<u64>,
     /// Charged frames that other processes map, and where.
     outside: Vec<(Part, u64)>,
-    /// Other processes' merged pages, charged to whomever.
+    /// Other processes' merged pages, whichever cgroup they're charged to.
     copies: FxHashMap<Part, (OwnerKey, Pages)>,
 }
 
@@ -404,7 +404,7 @@ mod tests {
         CopyBudget { spare: Pages(spare), limits, taken: FxHashMap::default() }
     }
 
-    /// The regions to unmerge, as process numbers: others', and its own.
+    /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
         relief.begin(view, Pages(1), &table, S);

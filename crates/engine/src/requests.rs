@@ -15,7 +15,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 /// After this many pages we keep another page for a content: KSM's default `max_page_sharing` is 256.
 const SHARERS_MOST: u16 = 255;
-/// We count sharers for at most this many kept pages. Beyond that we start counting anew, and the kernel tells us which
+/// We count sharers for at most this many kept pages. Beyond that we restart the counts, and the kernel tells us which
 /// pages are full.
 const COUNTED_MOST: usize = 1 << 16;
 
@@ -67,8 +67,8 @@ impl Pair {
 #[derive(Debug, Default)]
 pub struct Collisions {
     pub digests: Vec<Digest>,
-    /// Pages that were spared the comparison: if all pages differ, the host stops trying, and by their digests the rest
-    /// would have differed, too.
+    /// Pages that the host didn't compare: when all pages differ, it stops trying, and judging by their digests the
+    /// rest would have differed, too.
     pub spared: u64,
 }
 
@@ -281,7 +281,7 @@ impl Requests {
         match merging {
             // Others may be merged with the page that it was merged with before.
             Merging::Merged => self.leave_behind(digest),
-            // Its program has written it, and we haven't read it.
+            // The relative's program has written its page, which we haven't read: we learn nothing from that.
             _ if is_relative => {}
             Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
             // We keep this page instead.
@@ -323,7 +323,7 @@ impl Requests {
             return;
         }
         match index.page_of(pair.digest) {
-            // Another page has taken its place already.
+            // The index already has another page for this content.
             Some(known) if Some(known) != pair.keep.map(|keep| keep.location) => {
                 if let Some(other) = table.get(known.slot) {
                     let keep = IndexedPage::new(other, known.slot, other.page_at(known.offset));
@@ -381,7 +381,7 @@ fn set_merged(
     was_merged
 }
 
-/// Adds a content to a set of them. A set that is full begins anew.
+/// Adds a content to a set of contents. If the set is full, we empty it first.
 fn remember(contents: &mut FxHashSet<u32>, digest: Digest) {
     if contents.len() >= LEFT_MOST {
         contents.clear();

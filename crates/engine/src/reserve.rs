@@ -1,8 +1,8 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
 //! A write to a merged page needs a page for the copy. At worst programs want everything back that we save. The likely
-//! amount is the most that they took back within one hour of the last day. We compare the memory left, on the machine
-//! and below each cgroup limit, with both:
+//! amount is what they took back in the worst hour of the last day. We compare the memory left, on the machine and
+//! below each cgroup limit, with both:
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
 //!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
@@ -28,7 +28,7 @@ use std::str::FromStr;
 const AUTO_SHARE: Permyriad = Permyriad(500);
 /// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
-/// A state ends once there's more room than the amount where it began, by one part in this many of that amount.
+/// A state ends once there's one part in this many more room than the amount at which it began.
 const HYSTERESIS: u64 = 8;
 /// How often we look at the memory left, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
@@ -290,7 +290,7 @@ impl Reserve {
         was_short || self.is_short_for_some()
     }
 
-    /// How much is likely to come back: the most that programs took back within one hour of the last day.
+    /// How much is likely to come back: as much as programs took back in the worst hour of the last day.
     pub fn likely(&self) -> Pages {
         self.copies.worst_hour()
     }

@@ -307,7 +307,7 @@ struct Zeros {
     split: f64,
     /// ksmd's count.
     merged: f64,
-    /// Of relatives: the sum of each one's zeros.
+    /// For relatives: the sum of the zeros of each.
     sum: f64,
 }
 
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn relatives_count_by_the_frames_they_had_before() {
-        // Six relatives, of which two share a frame and four have written the page.
+        // Six relatives: two share a frame, and four have written the page.
         let mut table = table(&[1; 6], 100);
         own(&mut table, 2..6, 100);
         let merged: Vec<_> =
@@ -422,7 +422,7 @@ mod tests {
             page.mappers = 5;
         }
         assert_eq!(count_at(&table, &rest, &kept).saved, Pages(399));
-        // It isn't marked.
+        // Region 1 isn't marked.
         for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
             region.view.marked = Pages(0);
         }

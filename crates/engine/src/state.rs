@@ -115,14 +115,14 @@ impl MemoryState {
 #[serde(default)]
 pub struct CopyTotals {
     pub copied_bytes: u64,
-    /// The most copies within 24 hours.
+    /// Copies in the worst 24 hours.
     pub copied_worst_day_bytes: u64,
 }
 
 /// Headroom for COW.
 #[derive(Clone, Debug, Default)]
 pub struct ReserveState {
-    /// The most that programs took back within an hour of the last day.
+    /// How much programs took back in the worst hour of the last day.
     pub likely_bytes: u64,
     /// Address space unmarked because memory was short.
     pub taken_back_bytes: u64,

@@ -81,7 +81,7 @@ pub(crate) struct Verdict {
     pub(crate) domain_name: String,
     /// Why we leave the process as a whole alone.
     pub(crate) excluded: Option<Exclusion>,
-    /// Opt-outs that don't count.
+    /// Opt-outs that the administrator has overridden.
     pub(crate) overridden: Vec<OptOut>,
     pub(crate) group: Option<GroupKey>,
     /// One sentence for each rule that applies to the process, or seems to apply but doesn't.

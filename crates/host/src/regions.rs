@@ -1,7 +1,7 @@
 //! Regions: adjacent mappings that are equal except for the mark, with keys that persist while the mappings change.
 //!
 //! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region
-//! keeps its key if its range overlaps the former one.
+//! keeps its key if its new range overlaps the old one.
 
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_engine::keys::{FamilyKey, RegionKey};
@@ -150,7 +150,7 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     }
 }
 
-/// Gives each stretch the key of the former region that it overlaps most, or a new key. Leaves out new stretches that
+/// Gives each stretch the key of the earlier region that it overlaps most, or a new key. Leaves out new stretches that
 /// hold nothing.
 pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
     let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;

@@ -212,7 +212,7 @@ impl PlanReading {
     }
 
     /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, and we unmerge
-    /// nothing for its sake.
+    /// nothing to relieve it.
     fn look_up_charges(&mut self, dir: &Path, frames: &[u64]) {
         let charged = Charges::of(dir).and_then(|mut charges| charges.look_up(frames)).unwrap_or_default();
         for (sample, charged) in self.merged.iter_mut().zip(charged) {

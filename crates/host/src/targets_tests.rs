@@ -154,7 +154,7 @@ impl Watched {
 
     fn refresh_after(&mut self, ns: u64) -> bool {
         self.now_ns += ns;
-        // The child is a fork of all that other tests have in memory, so a survey may cost ten times as much.
+        // The child inherits everything that other tests have in memory, so a survey may cost ten times as much.
         if let Some(last) = &mut self.target.surveys.last {
             last.cost_ns = last.cost_ns.min(1_000_000);
         }
@@ -207,7 +207,7 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
     watched.target.forget_memory();
     watched.history.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
-    // It has inherited its memory from a marked program, perhaps with the marks.
+    // The child has inherited its memory from a marked program, perhaps with the marks.
     let mut watched = Watched::new();
     watched.forget();
     watched.history.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
@@ -397,7 +397,7 @@ fn only_our_own_marks_in_other_domains_are_waited_for() {
         }
         watched.refresh_after(10 * SECOND);
         assert!(!watched.target.has_foreign_marks(other) && watched.target.pending.is_none());
-        // What must never be merged, or what somebody wants unmerged, is tried again later.
+        // If memory must never be merged, or somebody wants it unmerged, we try again later.
         watched.target.unmerge(1);
         for try_number in 1..=PASSES {
             assert_eq!(watched.target.set_unmarked(watched.now_ns), try_number < PASSES);

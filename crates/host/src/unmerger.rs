@@ -78,7 +78,7 @@ impl Unmerger {
             let ran = unmerge(&info.process, &injector, &roots, &mut done);
             (done, ran)
         });
-        // If it computes, we wait until it has ended.
+        // If the job computes rather than sleeps, we wait for its end.
         match job.wait(Duration::MAX) {
             Ok((done, ran)) => over.push(process.over(done, ran)),
             Err(job) => self.late.push(Late { process, job }),
@@ -97,7 +97,7 @@ impl Unmerger {
         over
     }
 
-    /// Whether none of the threads left behind makes progress.
+    /// Whether no thread that we left behind makes progress.
     fn is_stuck(&mut self) -> bool {
         self.late.iter_mut().all(|late| late.job.pending.is_stuck())
     }

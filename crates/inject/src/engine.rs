@@ -364,7 +364,7 @@ fn one_stop(
     let results = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
         StopEnd::Restored => Verdict::Done,
-        // If it was abandoned, nobody receives this.
+        // If the attempt was abandoned, nobody receives this.
         StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable | StopEnd::Abandoned => {
             Verdict::Again(InjectError::Busy { pid })
         }

@@ -21,9 +21,9 @@ use tracing::debug;
 
 /// The pause before the second start in a row; it doubles with each. We make the first one at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
-/// After this many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
+/// After this many deaths and failed starts in a row we don't start another one: the pauses until then add up to 16 s.
 const FAILURES_MOST: u32 = 8;
-/// An injector that lived this long ends such a row.
+/// After an injector has lived this long, we count its failures from 0 again.
 const HEALTHY: Duration = Duration::from_secs(60);
 /// How long a request that goes first waits for an earlier one, and how often it looks.
 const TURN_LIMIT: Duration = Duration::from_secs(5);
@@ -47,7 +47,7 @@ pub struct InjectorHandle {
 #[derive(Debug, Default)]
 struct Queue {
     length: AtomicUsize,
-    /// Whoever has this is the next one.
+    /// Whoever holds this goes next.
     turn: Mutex<()>,
 }
 
@@ -65,11 +65,11 @@ struct Supervised {
     /// Deaths and failed starts in a row.
     failures: u32,
     restarts: u32,
-    /// CPU time of former injectors that aren't children of this process.
+    /// CPU time of earlier injectors that aren't children of this process.
     former_ns: u64,
-    /// CPU time of former injectors that were its children.
+    /// CPU time of earlier injectors that were its children.
     former_children_ns: u64,
-    /// Former children that hadn't ended when they were replaced.
+    /// Earlier injectors, our children, that hadn't ended when we replaced them.
     former: Vec<Child>,
 }
 
@@ -346,7 +346,7 @@ mod tests {
         assert_eq!(injector.pid(), 0);
     }
 
-    /// It takes 0.6 s for each request with calls.
+    /// This injector takes 0.6 s for each request with calls.
     const SLOW: &str = r#"while read -r line; do
         case "$line" in *'"calls":[]'*) ;; *) sleep 0.6 ;; esac
         id="${line#*\"id\":}"

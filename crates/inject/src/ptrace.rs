@@ -218,7 +218,8 @@ pub struct SignalCause {
     pub address: u64,
 }
 
-/// The cause of the signal that the tracee is about to receive, if the kernel raised it, or its process pretends that.
+/// The cause of the signal that the tracee is about to receive, if the kernel raised the signal or the process pretends
+/// so.
 pub fn signal_cause(tid: i32) -> Option<SignalCause> {
     // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };

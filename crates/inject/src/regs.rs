@@ -138,7 +138,8 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     registers
 }
 
-/// The registers that replace the call that the thread is about to enter by another one, which returns to `rip`.
+/// The registers that make the thread enter another call, which returns to `rip`, instead of the one it's about to
+/// enter.
 pub fn entering(own: &Registers, rsp: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
     registers.rsp = rsp;

@@ -78,7 +78,7 @@ pub enum StopEnd {
     Gone,
     /// A signal that cannot be blocked (SIGSTOP) had to be delivered.
     Signal,
-    /// In a restartable sequence, or the program has changed since we examined it.
+    /// The thread is in a restartable sequence, or the program has changed since we examined it.
     Unstable,
     /// The process is running a program other than the one that the calls are for.
     OtherProgram,
@@ -96,7 +96,7 @@ enum CallFailure {
     Gone,
     TimedOut,
     Signal(i32),
-    /// The thread came to another system call than the one we sent it to. That call was not made.
+    /// The thread came to a system call other than the one we sent it to. That call was not made.
     Diverted,
 }
 
@@ -419,8 +419,8 @@ impl Calling<'_> {
     }
 
     /// Called at the entry of a system call. Replaces it by `call`, verifies that, and suspends the seccomp filters
-    /// until the call's exit. False if the thread isn't at the entry of a 64-bit call, because it has run other code
-    /// than we sent it to. Then it makes no call.
+    /// until the call's exit. False if the thread isn't at the entry of a 64-bit call, because it has run code other
+    /// than ours. Then it makes no call.
     ///
     /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and
     /// arguments.

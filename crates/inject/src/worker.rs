@@ -160,7 +160,7 @@ impl Connection {
     /// Whether it has answered the last request.
     pub(super) fn is_free(&mut self) -> bool {
         if self.is_waiting {
-            // Sets it, or fails.
+            // Clears the flag if there's a reply.
             let _ = self.reply(Instant::now() + GLANCE);
         }
         !self.is_waiting

@@ -109,7 +109,7 @@ impl Drop for KsmdController {
     fn drop(&mut self) {
         self.shared.orders().quit = true;
         self.shared.changed.notify_all();
-        // We don't join a thread that the kernel blocks: it ends by itself after that write.
+        // We don't join a thread that the kernel blocks: it ends on its own after that write.
         let Some(thread) = self.thread.take() else { return };
         let end = Instant::now() + LOST_KICK;
         while !thread.is_finished() {

@@ -13,7 +13,7 @@ use std::path::Path;
 pub struct KsmCounters {
     /// Merged pages, each mapped in place of several.
     pub pages_shared: Pages,
-    /// Pages that these save.
+    /// Pages that the merged ones save.
     pub pages_sharing: Pages,
     /// Pages scanned since boot (6.6).
     pub pages_scanned: Option<u64>,

@@ -151,7 +151,7 @@ pub struct Range<'a> {
 /// The outcome of merging ranges.
 #[derive(Debug, Default)]
 pub struct Merged {
-    /// For each page of the ranges, in their order.
+    /// The outcome for each page of the ranges, in order.
     pub pages: Vec<Merging>,
     /// The kernel's first error, if there was one.
     pub error: Option<io::Error>,

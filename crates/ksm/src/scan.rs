@@ -127,7 +127,7 @@ pub(crate) fn fresh_sleep<K: ScanKnobs>(knobs: &K) -> Result<u64, K::Error> {
     })
 }
 
-/// Whether ksmd has rested for so long that the kick must have been lost.
+/// Whether ksmd has rested long enough that the kick must have been lost.
 fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> Result<bool, K::Error> {
     let scanned = knobs.ksm().pages_scanned()?;
     let rests = match ksmd {

@@ -287,7 +287,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
         // Nobody answers requests any more. Dropping the queues tells everybody who's waiting for an answer.
         drop((self.requests, self.orders));
-        // If we can't read the host any more, the last count of the savings stays.
+        // If we can't read the host any more, we keep the last count of the savings.
         let _ = count_saving(&mut self.engine, &mut self.backend);
         self.progress.finish();
         if let Some(learned) = self.learned {

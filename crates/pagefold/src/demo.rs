@@ -307,8 +307,8 @@ impl Demo {
         observed
     }
 
-    /// Unmerges what ksmd has merged beside our workers: programs may have marked memory themselves. Nothing was merged
-    /// when we began.
+    /// Unmerges what ksmd has merged besides our workers' memory: programs may have marked memory themselves. Nothing
+    /// was merged when we began.
     fn unmerge_others(&self) -> Result<()> {
         let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
         if self.ksm.anything_merged()? {

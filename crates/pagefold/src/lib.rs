@@ -179,7 +179,7 @@ pub fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    /// The rows and columns that a terminal has if nobody has changed it, without one for the prompt.
+    /// A terminal's default size, less one row for the prompt.
     const ROWS: usize = 23;
     const COLUMNS: usize = 80;
 

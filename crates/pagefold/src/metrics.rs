@@ -124,7 +124,7 @@ impl Page {
         Self { requests, text: Arc::from(""), expires: Instant::now() }
     }
 
-    /// Returns the page, made anew if the cached one has expired.
+    /// Returns the page. If the cached one has expired, makes a new one.
     ///
     /// # Errors
     /// The main loop doesn't answer, or has ended.

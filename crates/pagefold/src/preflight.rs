@@ -251,7 +251,7 @@ mod tests {
             let ksm = Ksm::open(Path::new(root)).ok()?;
             Some(request_device_at(device, choice, Placement::Fair, &ksm))
         };
-        // These don't depend on the file.
+        // These choices don't depend on the file.
         assert!(choose(MechanismChoice::Ksmd)?.unwrap().is_none());
         assert!(choose(MechanismChoice::Auto)?.unwrap().is_none());
         let exit = choose(MechanismChoice::Request)?.unwrap_err();

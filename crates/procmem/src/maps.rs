@@ -231,8 +231,8 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 /// and as much again for its region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes
 /// each.
 pub const MAPPINGS_MOST: usize = 16_384;
-/// We list this many others (shared memory, and files of which no page was written) one by one. Search servers map tens of
-/// thousands of files.
+/// We list this many other mappings (shared memory, and files with no page written) one by one. Search servers map tens
+/// of thousands of files.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;

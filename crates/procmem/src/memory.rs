@@ -484,7 +484,7 @@ impl PageReader {
 struct FoundFrame {
     page: Vpn,
     frame: u64,
-    /// Nobody else maps it.
+    /// Whether nobody else maps it.
     exclusive: bool,
 }
 

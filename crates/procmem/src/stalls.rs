@@ -48,7 +48,7 @@ pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())))
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     Stalled,
-    /// Other processes of its user or cgroup, or very many, have stalled.
+    /// Other processes of its user or cgroup have stalled, or very many processes.
     OthersStalled,
 }
 
@@ -187,8 +187,8 @@ impl TimeShares {
     }
 }
 
-/// For each share the time that it had taken beyond its part, and when that was. It falls by [`TIME_SHARE`]'s part of the
-/// time that passes.
+/// For each share: how much time it had taken beyond its part, and when. This excess falls by [`TIME_SHARE`]'s part of
+/// the time that passes.
 #[derive(Debug)]
 struct Spent(BTreeMap<Share, (Duration, Instant)>);
 
@@ -211,7 +211,7 @@ impl Spent {
     }
 }
 
-/// Processes that have a bound in common.
+/// Processes that share a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Share {
     User(u32),
@@ -315,8 +315,8 @@ mod tests {
         assert!(register.entries.len() <= REMEMBERED);
     }
 
-    /// Other users' processes are tried however many processes of one user, of root in one container, or of a
-    /// container's many users stall.
+    /// However many processes of one user, of root in one container, or of a container's many users stall, we still try
+    /// other users' processes.
     #[test]
     fn nobody_keeps_other_users_from_being_tried() {
         let mut register = register();
@@ -355,7 +355,7 @@ mod tests {
         let thread = Arc::new(());
         register.hold((1, 1), Arc::downgrade(&thread), from(1, 1), now);
         assert_eq!(register.admit((1, 1), || from(1, 1), now), Err(Refusal::Stalled));
-        // It takes too long.
+        // The thread takes too long.
         register.give_up((2, 1), Arc::downgrade(&thread), from(1, 1), now);
         drop(thread);
         assert_eq!(register.admit((1, 1), || from(1, 1), now), Ok(()));

@@ -59,8 +59,8 @@ pub struct Row {
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
     pub time_us: u64,
-    /// When the former sketch was complete, or the first one began. The period of `came_bytes` to `broken_bytes` starts
-    /// there.
+    /// When the previous sketch was complete, or the first one began. The period of `came_bytes` to `broken_bytes`
+    /// starts there.
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,
@@ -76,9 +76,9 @@ pub struct Row {
     pub saved_bytes: u64,
     /// The most merged memory that programs have written, and so taken back, in a period.
     pub take_back_bytes: u64,
-    /// Contents that the former sketch didn't have, each once.
+    /// Contents that the previous sketch didn't have, each once.
     pub came_bytes: u64,
-    /// Contents that the former sketch had, and this one doesn't.
+    /// Contents that the previous sketch had and this one doesn't.
     pub went_bytes: u64,
     /// Merged pages that were written in the period.
     pub broken_bytes: u64,
@@ -145,7 +145,7 @@ impl Row {
                 return Err(format!("{name} is {part}, more than {whole_name}, {whole}"));
             }
         }
-        // An estimate may be too high by chance: we allow for 10 % more than its bounds do.
+        // By chance even the lower bound may be too high: we allow another 10 %.
         let Estimate { low, .. } = self.sketch.contents();
         if 0.9 * low > all as f64 {
             return Err(format!("its sketch has at least {low:.0} contents in {all} pages"));

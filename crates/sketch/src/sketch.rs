@@ -241,7 +241,7 @@ mod tests {
         near(a.without(&b), 40_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
         assert_eq!(a.common(&Sketch::of([])), none);
-        // If the sketches keep nothing in common, the workloads may still share something.
+        // Even if the sketches have nothing in common, the workloads may share something.
         let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
         assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
         // Small sketches are exact.

@@ -185,7 +185,8 @@ impl Daemon {
         Self::writing_to(command, None, None)
     }
 
-    /// Like [`Self::of`], with standard output or standard error elsewhere than where [`Self::end`] looks for them.
+    /// Like [`Self::of`], but sends standard output or standard error to these files, where [`Self::end`] doesn't look
+    /// for them.
     pub fn writing_to(command: &mut Command, to_output: Option<OwnedFd>, to_errors: Option<OwnedFd>) -> Self {
         // We use files, not pipes: nothing reads before the end.
         let output = tempfile::tempfile().unwrap();

@@ -79,7 +79,7 @@ impl<T: Send + 'static> Sink<T> {
         true
     }
 
-    /// Waits until everything is written, for at most `limit`. Returns how many items aren't.
+    /// Waits until everything is written, for at most `limit`. Returns how many items are still unwritten.
     pub fn flush(&self, limit: Duration) -> usize {
         let wait = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, |queue| !queue.is_idle());
         wait.unwrap_or_else(PoisonError::into_inner).0.unwritten()

@@ -112,7 +112,7 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
         _ => context(error, ContextKind::InvalidArg),
     };
     let Some(argument) = wrong.into_iter().next() else { return guesses };
-    // Of "--pid <PID>".
+    // The flag in "--pid <PID>".
     let wrong = argument.split(' ').next().unwrap_or_default();
     match error.kind() {
         ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => {
@@ -139,11 +139,11 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
             let Some(value) = context(error, ContextKind::InvalidValue).into_iter().next() else { return guesses };
             let is_number = value.parse::<f64>().is_ok();
             match wrong {
-                // Not one of several pids.
+                // Only if it's the whole value, not one of several pids.
                 "--pid" if !is_number && (words.contains(&value) || words.contains(&format!("--pid={value}"))) => {
                     guesses.extend(replaced(words, "--pid", "--exe"));
                 }
-                // Without its unit.
+                // A duration without its unit.
                 _ if is_number && argument.ends_with("<DURATION>") => {
                     guesses.extend(replaced(words, &value, &format!("{value}h")));
                     guesses.extend(replaced(words, &format!("{wrong}={value}"), &format!("{wrong}={value}h")));

@@ -70,8 +70,8 @@ impl Engine {
     }
 
     /// Forgets all digests, because new ones will cover more or fewer cache lines and can't be compared with them. We
-    /// survey regions without merged pages again instead of reading them whole right away: their pages looked equal
-    /// because they differ in few bytes, and with more lines hashed most no longer do.
+    /// survey regions without merged pages again instead of reading them whole right away: their pages only looked
+    /// equal because they differ in few bytes, and with more lines hashed most don't.
     pub(super) fn forget_digests(&mut self) {
         self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
         let top = self.ladder.levels();

@@ -264,7 +264,7 @@ impl Engine {
         }
     }
 
-    /// Advances in the regions that we're reading whole, and judges the ones that we've finished.
+    /// Moves on in the regions that we're reading whole, and judges the ones that we've read to the end.
     fn end_examinations(&mut self) {
         let by_marks = self.carrier().by_marks;
         for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {

@@ -39,7 +39,7 @@ struct Family {
 #[derive(Debug, Default)]
 pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
 
-/// Relatives have a region at the same place.
+/// Relatives have regions at the same place.
 fn place(region: &Region) -> (LineageKey, Vpn) {
     (region.view.lineage, region.view.first)
 }
@@ -99,8 +99,8 @@ impl Engine {
         }
     }
 
-    /// Records whether a page has a frame of its own, or is the first of its family to map it. Once it's merged, nothing
-    /// shows that any more.
+    /// Records whether a page has a frame of its own, or is the first of its family to map it. Once it's merged, we
+    /// can't tell any more.
     pub(super) fn record_frame(&mut self, slot: u32, sample: &PageSample) {
         let Some(region) = self.table.get(slot) else { return };
         let is_zero = sample.digest == Digest::ZERO;
@@ -118,7 +118,7 @@ impl Engine {
         }
     }
 
-    /// Whether a private page may have been shared until ksmd gave a relative the merged frame.
+    /// Whether a private page may have been shared through fork until ksmd gave a relative the merged frame instead.
     fn may_be_left(&self, region: &Region, page: Vpn) -> bool {
         let Some(family) = self.families.0.get(&place(region)) else { return false };
         for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {

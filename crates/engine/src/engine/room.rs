@@ -101,8 +101,8 @@ impl Engine {
         self.room.needs_relief || self.room.relief.is_busy() || is_relieving
     }
 
-    /// Unmerges regions that hold pages charged to a cgroup without headroom for them, as far as their copies fit on
-    /// the machine and below their own processes' limits.
+    /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the
+    /// machine and below their own processes' limits.
     pub(super) fn relieve(&mut self, merged: &[MergedSample]) {
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
         let keep = self.config.reserve.keep;

@@ -40,7 +40,7 @@ impl Engine {
         false
     }
 
-    /// Unmarks regions where a count finds next to nothing merged, although ksmd has visited all marks twice.
+    /// Unmarks regions where a count finds almost nothing merged, although ksmd has visited all marks twice.
     pub(super) fn find_unmerged(&mut self, merged: &[MergedSample], counted: Option<&Counted>) {
         let now_ns = self.snapshot.now_ns;
         let has_rested = self.ksmd.scheduler.idle_ns(now_ns) >= RESTED_NS && self.scans() > 0;
@@ -66,7 +66,7 @@ impl Engine {
                 continue;
             }
             let expected = region.marks.counts().duplicate;
-            // ksmd's zeros are counted for each process.
+            // The kernel counts merged zeros by process, not by region.
             let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
             let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
             region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;

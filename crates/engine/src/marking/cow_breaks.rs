@@ -34,13 +34,13 @@ const VISIT_AGAIN_NS: u64 = 20_000_000_000;
 pub struct CowBreaks {
     /// Pages under observation.
     probes: BTreeMap<Vpn, Probe>,
-    /// We look up the next page to visit from here.
+    /// The search for the next page to visit starts here.
     next: Vpn,
     /// How many pages we can visit often enough. `None` before the first visits.
     visitable: Option<usize>,
     /// Observations that have ended, by extent.
     ended: BTreeMap<u64, BreakTally>,
-    /// Extents with breaks since we last judged them. A verdict only gets worse with a break.
+    /// Extents with breaks since we last judged them: only a break can make a verdict worse.
     broken: BTreeSet<u64>,
     /// When we last forgot half of them, nanoseconds.
     forgot_ns: u64,
@@ -74,7 +74,7 @@ pub struct BreakTally {
 }
 
 impl BreakTally {
-    /// Whether its breaks certainly cost more than what it saves is worth.
+    /// Whether its breaks certainly cost more than its saving is worth.
     fn is_loss(&self, price_ns: u64) -> bool {
         let certain = self.certain_breaks() / self.breaks.max(1) as f64;
         certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
@@ -133,7 +133,7 @@ impl CowBreaks {
             Some(probe) if probe.fingerprint == found.fingerprint => {
                 probe.last_ns = now_ns;
                 if now_ns >= probe.first_ns + MEMORY_NS {
-                    // It lasts. We observe another page in its place.
+                    // The merged page lasts, so we observe another one in its place.
                     self.probes.remove(&page);
                     self.ended.entry(page.extent()).or_default().merged_ns += MEMORY_NS;
                 }
@@ -141,7 +141,7 @@ impl CowBreaks {
             }
             // A page that its program has given back maps the zero page, too, once it's read.
             Some(_) if digest == Digest::ZERO => self.forget_page(page),
-            // It was written and merged again since.
+            // The page was written and merged again since our last visit.
             Some(_) => self.record_written(page, now_ns),
             None => {}
         }
@@ -154,7 +154,7 @@ impl CowBreaks {
     pub fn record_written(&mut self, page: Vpn, now_ns: u64) {
         let Some(probe) = self.probes.remove(&page) else { return };
         let is_zero = probe.fingerprint == Digest::ZERO.fingerprint();
-        // It was written at some time since our last visit. We take the middle.
+        // The page was written at some time since our last visit. We take the middle.
         let merged_ns = probe.merged_ns(probe.last_ns.midpoint(now_ns));
         let ended = BreakTally { merged_ns, breaks: 1, zeros: u64::from(is_zero) };
         self.ended.entry(page.extent()).or_default().add(&ended);

@@ -48,7 +48,7 @@ pub struct Marker {
     /// The price for which we last lowered the density, nanoseconds, and when the next region is old enough for that.
     price_ns: u64,
     thin_at_ns: u64,
-    /// The pages that each of the last marks adds to earlier ones, by the start of the mark.
+    /// The pages that each of the last marks adds to earlier marks, by its start.
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
@@ -225,7 +225,7 @@ impl Marker {
         }
         self.thin = Wave { walked: marked, ..Wave::default() };
         if config.only == Only::Zeros {
-            // In sparser extents, ksmd would also merge other pages than zeros, between programs.
+            // In sparser extents, ksmd would also merge pages other than zeros, between programs.
             return;
         }
         thin_to(table, paying_density(pace.price_ns).max(config.thinnest_density), until_ns, config);
@@ -238,8 +238,8 @@ impl Marker {
         }
     }
 
-    /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their marks
-    /// for unmarking. What has rested is tried again. Regions wait for their last spans to be unmarked.
+    /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their
+    /// marks for unmarking. Rested extents are tried again. A region waits until its earlier spans are unmarked.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, top: usize, pace: Pace, config: &Config) {
         if !config.filters_cow_breaks() {
             return;
@@ -376,7 +376,7 @@ impl Marker {
         any
     }
 
-    /// Queues a region's spans for unmarking, because ksmd merged next to none of its duplicates.
+    /// Queues a region's spans for unmarking, because ksmd merged almost none of its duplicates.
     pub fn give_back_unmerged(&mut self, region: &mut Region, now_ns: u64) {
         for mark in std::mem::take(&mut region.marks.spans) {
             self.queue(span_of(region, &mark), Why::Unmerged);
@@ -385,7 +385,7 @@ impl Marker {
         region.leave_until(now_ns + pause_ns, LeaveAlone::Unmerged);
     }
 
-    /// Queues a span for unmarking, together with the last one if it continues that.
+    /// Queues a span for unmarking. If it continues the last one, we extend that.
     fn queue(&mut self, span: Span, why: Why) {
         let changes = &mut self.unmarking_for(why).changes;
         match changes.back_mut() {
@@ -418,7 +418,7 @@ impl Marker {
         self.is_giving_room() || !self.broken.changes.is_empty()
     }
 
-    /// Whether there are spans to unmark for another reason than breaks.
+    /// Whether there are spans to unmark for a reason other than breaks.
     pub fn is_giving_room(&self) -> bool {
         !self.urgent.changes.is_empty()
     }
@@ -850,7 +850,7 @@ mod tests {
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((100, 1_100)));
         let region = region(&mut table);
         assert!(region.marks.spans.is_empty());
-        // It grows: the new extent can't be marked by itself.
+        // It grows: the new extent can't be marked separately.
         region.update(test_view(1, 100, SMALL.0 + 512), 1);
         for extent in 0..4 {
             let full = crate::marking::extents::Extent { resident: 400, duplicate: 400, ..Default::default() };
@@ -866,7 +866,7 @@ mod tests {
         find(&mut marker, &mut table, S, &config);
         assert_eq!(region(&mut table).parts(), 2, "the second one would make it three");
         assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 1);
-        // An extent at the edge adds no part.
+        // Unmarking an extent at the edge adds no marked part.
         write(region(&mut table), &[2, 39]);
         unmark(&mut marker, &table, S).unwrap();
         find(&mut marker, &mut table, S, &config);

@@ -1,7 +1,7 @@
 //! Does merging pay? Weighs the saving against the CPU time.
 //!
 //! The governor sets the price: the CPU time that a saved page may cost. Work that costs more waits until the batch is
-//! big enough, or until ksmd has rested so long that the cost is small beside that time.
+//! big enough, or until ksmd has rested so long that the cost is small in comparison.
 
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, Pages, Permyriad, count, whole};
@@ -75,7 +75,7 @@ pub fn breaks_cost_ns(breaks: u64, zeros: u64) -> f64 {
     (breaks - zeros) as f64 * BREAK_NS + zeros as f64 * ZERO_BREAK_NS
 }
 
-/// The CPU time that it's worth to have pages saved for `saved_ns` in all, nanoseconds.
+/// How much CPU time it's worth if pages stay saved for `saved_ns` in all, nanoseconds.
 pub fn saved_worth_ns(saved_ns: u64, price_ns: u64) -> f64 {
     saved_ns as f64 / WORTH_NS * price_ns as f64
 }

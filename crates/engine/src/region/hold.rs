@@ -26,7 +26,7 @@ pub enum LeaveAlone {
     TakenBack,
     /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// ksmd merged next to none of its duplicates. Temporary.
+    /// ksmd merged almost none of its duplicates. Temporary.
     Unmerged,
     /// Its process refused to be marked. Lasts for the whole run.
     Refused,
@@ -47,7 +47,7 @@ pub struct Hold {
     pub left_alone: bool,
     /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
     pub full: Option<LimitKey>,
-    /// How often in a row ksmd merged none of its duplicates.
+    /// How often in a row ksmd merged almost none of its duplicates.
     pub unmerged: u32,
     /// We couldn't stop the target: no marks before this time, nanoseconds.
     pub retry_ns: u64,
@@ -68,8 +68,8 @@ impl Hold {
         self.not_before_ns = until_ns;
     }
 
-    /// How long to leave the region alone because ksmd merged none of its duplicates, nanoseconds: twice as long each
-    /// time.
+    /// How long to leave the region alone because ksmd merged almost none of its duplicates, nanoseconds: twice as long
+    /// each time.
     pub fn next_unmerged_ns(&mut self) -> u64 {
         let pause_ns = rest_ns(self.unmerged);
         self.unmerged += 1;

@@ -73,7 +73,7 @@ pub struct MarkedSamples {
 }
 
 impl MarkedSamples {
-    /// Starts to count from zero. If ksmd visits `all` pages, we measure the residual share anew afterwards.
+    /// Starts to count from zero. If ksmd visits `all` pages, we measure the residual share again afterwards.
     pub fn restart(&mut self, all: bool) {
         *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
     }

@@ -151,7 +151,7 @@ impl Survey {
         Some(at)
     }
 
-    /// Forgets all digests and what we learned from them: the survey begins anew.
+    /// Forgets all digests and what we learned from them: the survey starts from scratch.
     pub fn forget_digests(&mut self) {
         self.end_examination();
         self.probes.clear();

@@ -12,7 +12,7 @@ const BUSY_MOST_NS: u64 = 600_000_000_000;
 
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
-    /// What became of its merged pages.
+    /// How long its merged pages last.
     pub cow_breaks: CowBreaks,
     /// Whether we know which pages are active. Later reads show nothing, because our reading makes a page active.
     pub activity_known: bool,
@@ -24,7 +24,7 @@ pub struct Usage {
     pub merged: PageSet,
     /// Whether we've named one of its pages on request, so that the kernel has marked it.
     pub named: bool,
-    /// Whether an earlier run may have merged more of them on request: we haven't read the region whole since.
+    /// Whether an earlier run may have merged more of its pages on request: we haven't read the region whole since.
     pub merged_before: bool,
     /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,

@@ -23,7 +23,7 @@ pub struct Tally {
     pub zero: u64,
     /// Other pages with a content that we saw elsewhere, too.
     pub found: u64,
-    /// The copies seen of all sampled pages.
+    /// How many copies of all sampled pages we've seen.
     pub copies: u64,
 }
 

@@ -629,7 +629,7 @@ mod tests {
             table.iter_mut().step_by(2).for_each(|region| region.examine(4));
             let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), &mut unlimited(), &Config::default());
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
-            // A quarter more, for sampling beside regions that we read whole, and the ends of runs.
+            // A quarter more, for sampling that goes on while we read regions whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * count(sizes.len()), "{read} for {room}");
         }
     }

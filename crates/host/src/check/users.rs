@@ -106,7 +106,7 @@ pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
 
 /// The merged pages of a process.
 struct Merged {
-    /// The same for processes forked from each other.
+    /// Equal for processes forked from each other.
     family: u64,
     /// Each page with its frame.
     pages: Vec<(u64, Vpn)>,

@@ -20,8 +20,8 @@ const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
-/// Cgroups whose paths begin with the same names share their part of a pass: those of one user's session
-/// (user.slice/user-1000.slice), or of one service. Only root makes cgroups as far up.
+/// Cgroups whose paths begin with the same names share their part of a pass: the ones of one user's session
+/// (user.slice/user-1000.slice), or of one service. Only root makes cgroups that far up.
 const SHARED_NAMES: usize = 2;
 
 /// The cgroups that can limit the memory of targets.
@@ -46,7 +46,7 @@ struct Group {
     tried_ns: u64,
     /// The cgroup that it shares its part of a pass with.
     share: PathBuf,
-    /// Whether a target is in this very cgroup, rather than below it.
+    /// Whether a target is directly in this cgroup, rather than below it.
     is_own: bool,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
     cpu_pressure: Option<Permyriad>,
@@ -68,7 +68,7 @@ impl Group {
 
     fn read(&mut self, dir: &Path, now_ns: u64) {
         self.tried_ns = now_ns;
-        // If we can't read a limit now, it's still there, so we keep the last reading.
+        // A limit that we can't read now still applies, so we keep the last reading.
         if let Ok(limit) = limit_of(dir) {
             self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
             self.read_ns = now_ns;

@@ -45,14 +45,14 @@ pub enum Progress {
     More(Vec<PageContent>),
     /// These were the last ones.
     Done(Vec<PageContent>),
-    /// The process has ended, or executed another program, or we can't read it at present.
+    /// The process has ended, or executed another program, or we can't read it now.
     Ended,
     /// We leave the process alone now, so the caller should forget the pages that it got earlier.
     LeftAlone,
 }
 
 impl LiveHost {
-    /// Reads about `most` pages of a process from the cursor on. Also returns the CPU time spent, nanoseconds.
+    /// Reads about `most` pages of a process, starting at the cursor. Also returns the CPU time spent, nanoseconds.
     pub fn read_contents(
         &mut self,
         owner: OwnerKey,
@@ -120,7 +120,7 @@ impl LiveHost {
         (view.sharing, view.shared)
     }
 
-    /// Merged zero pages of a target. 0 if it has ended or we can't read it at present.
+    /// Merged zero pages of a target. 0 if it has ended or we can't read it now.
     pub fn merged_zeros(&mut self, process: &Process) -> Pages {
         match self.targets.get_mut(&process.pid()) {
             Some(target) if target.info.process.key() == process.key() => {

@@ -50,8 +50,8 @@ const STRANGERS_MOST: usize = 1_000;
 
 /// A process may have this many regions, however many others have.
 const FEW_REGIONS: usize = 1_024;
-/// Processes with more regions may have this many together: those of one user, and all of them. A region takes about a
-/// kilobyte.
+/// Processes with more regions may have this many together: the ones of one user, and all of them. A region takes about
+/// a kilobyte.
 const REGIONS_OF_USER_MOST: usize = 65_536;
 const REGIONS_MOST: usize = 131_072;
 

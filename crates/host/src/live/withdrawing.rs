@@ -57,14 +57,14 @@ pub(super) struct Withdrawal {
     /// The calls that remove them. Empty if no mark is left.
     calls: Vec<Call>,
     report: InjectionReport,
-    /// Merged pages copied that weren't marked: the process shared them through fork.
+    /// Merged pages that we copied although they weren't marked: the process shared them through fork.
     copied: Pages,
     ran: Result<(), UnmergeError>,
 }
 
 impl LiveHost {
-    /// Removes marks that must go, as far as we can stop the targets and their memory limits have room for the copies.
-    /// Returns whether any target has changed.
+    /// Removes marks that must go, where we can stop the target and its memory limits have room for the copies. Returns
+    /// whether any target has changed.
     pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
         if self.actuator.is_none() {
             return false;

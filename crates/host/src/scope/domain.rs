@@ -35,7 +35,7 @@ impl DomainRules {
     /// Name of the domain of a process. `notes` gets a sentence for each rule that seems to match and doesn't.
     pub fn domain_of(&self, info: &ProcessInfo, notes: &mut Vec<String>) -> String {
         match &info.cgroups.domain {
-            // We leave it alone, and it takes no domain.
+            // We leave it alone, so it doesn't take up a domain.
             _ if info.distrust.is_some() => DEFAULT.to_owned(),
             Some(attribute) if !attribute.is_empty() => attribute.clone(),
             _ => self.name_by(first_match(&self.rules, info, "trust domain", notes), info.uid()),
@@ -60,7 +60,7 @@ impl DomainRules {
         }
     }
 
-    /// If ksmd merges another domain than the process's, says why we leave the process alone.
+    /// If ksmd merges a domain other than the process's, says why we leave the process alone.
     pub fn excludes(&self, info: &ProcessInfo) -> Option<Exclusion> {
         let mut domains = Domains::default();
         let own = domains.assign(&self.domain_of(info, &mut Vec::new()));

@@ -57,7 +57,7 @@ fn check(namespace: &File, user: u32, group: u32, pid: i32) -> i32 {
     let Ok(_without) = WithoutPtrace::enter() else { return UNKNOWN };
     match try_access(pid) {
         Ok(()) => YES,
-        // We have all capabilities of this namespace but for ptrace, so it's the attribute.
+        // We have all capabilities of this namespace but for ptrace, so the attribute must be the reason.
         Err(libc::EPERM) => NO,
         Err(_) => UNKNOWN,
     }

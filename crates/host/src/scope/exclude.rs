@@ -47,12 +47,12 @@ pub enum Exclusion {
     Untrusted(Distrust),
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
-    /// It has moved to another trust domain, and we haven't removed all marks from the former one yet.
+    /// It has moved to another trust domain, and we haven't removed all marks from its time in the old one yet.
     MovedDomain {
         /// The new domain.
         to: String,
     },
-    /// It's in another trust domain than the merged one.
+    /// It's in a trust domain other than the merged one.
     OtherDomain {
         own: String,
         merged: String,

@@ -188,7 +188,7 @@ impl Entry {
     }
 
     fn is_superseded_by(&self, new: &Self) -> bool {
-        // Another process may have the pid by now, while the children of its former owner stay out.
+        // Another process may have the pid by now, while the children of its previous owner stay out.
         let is_same = self.selector == new.selector && (new.is_in() || !self.is_of_pid());
         is_same || new.selector == Selector::All
     }

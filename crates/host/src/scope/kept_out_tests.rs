@@ -131,7 +131,8 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     assert!(fixture.kept_out.entries().is_empty());
 }
 
-/// Nobody may reap a process for long. A leader that has ended before its other threads isn't forgotten: they may fork.
+/// A zombie may never be reaped, so we forget it at once, but not a leader whose other threads are still alive: they
+/// may fork.
 #[test]
 fn zombies_are_forgotten_but_not_their_threads() {
     let mut fixture = Fixture::new();

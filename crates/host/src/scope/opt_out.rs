@@ -162,7 +162,7 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
 }
 
 /// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`, either for now or from its next
-/// start on. The sections after that are its snapshots.
+/// start. The sections after that are its snapshots.
 pub fn guest_denies(text: &[u8]) -> bool {
     let mut running = false;
     let mut pending = false;

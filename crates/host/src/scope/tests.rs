@@ -199,7 +199,7 @@ fn processes_are_selected_by_user_and_executable() {
     assert!(tree.pids(&by_exe("a-very-long-command")).is_err(), "a command name, which programs set themselves");
     let both = ScopeSpec(vec![Selector::User("1001".into()), Selector::Exe("redis-server".into())]);
     assert_eq!(tree.pids(&both).unwrap(), [10, 12], "selectors add up");
-    // Others could put another program in the place of this one.
+    // Other users could replace this program.
     fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let error = tree.pids(&by_exe("redis-server")).unwrap_err();
     assert!(error.contains("process 10") && error.contains("can be changed by users other than root"), "{error}");

@@ -100,8 +100,8 @@ impl Target {
         self.check.expire();
     }
 
-    /// Whether it has marked memory although we merge another trust domain than the process's own, or than the one that
-    /// it was in when we marked it.
+    /// Whether it has marked memory although we merge a trust domain other than its own, or other than the one it was
+    /// in when we marked it.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }

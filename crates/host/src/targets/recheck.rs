@@ -41,7 +41,7 @@ pub(super) struct LastCheck {
     excluded: Option<Exclusion>,
     /// The trust domain at that time. The target's own `domain` doesn't change while memory is marked.
     pub(super) domain: DomainKey,
-    /// Opt-outs that don't count, and the ones among them that we haven't reported yet.
+    /// Opt-outs that the administrator has overridden, and the ones among them that we haven't reported yet.
     overridden: Vec<OptOut>,
     unreported: Vec<OptOut>,
 }
@@ -162,7 +162,7 @@ impl Target {
         self.check.excluded.is_some()
     }
 
-    /// Shows the reason if we leave the process as a whole alone. Returns whether another reason was shown until now.
+    /// Shows the reason if we leave the process as a whole alone. Returns whether that changes the reason shown.
     pub(super) fn show_excluded(&mut self) -> bool {
         let is_news = self.is_excluded() && self.exclusion != self.check.excluded;
         if is_news {
@@ -171,7 +171,7 @@ impl Target {
         is_news
     }
 
-    /// Forgets everything if the process runs another program than at the last check; returns whether it does.
+    /// Forgets everything if the process is running a different program than at the last check; returns whether it is.
     pub(crate) fn notice_exec(&mut self) -> bool {
         let has_executed = self.runs_another_program();
         if has_executed {

@@ -25,7 +25,7 @@ pub enum Entry {
     Exclude(Demand),
     /// A user has let processes in again.
     Include(Demand),
-    /// At this place `lost` lines are missing.
+    /// `lost` lines are missing here.
     Lost {
         lost: u64,
     },

@@ -72,7 +72,7 @@ fn without_scope(file: &Path) -> Exit {
     Exit::new(exit::NO_SCOPE, line)
 }
 
-/// The programs that a file names, without those of a deny list that it replaces as a whole.
+/// The programs that a file names, except in a deny list that replaces the default one.
 fn programs_of(options: &Options) -> Vec<&str> {
     let mut names = Vec::new();
     for list in [&options.exes, &options.denied, &options.allowed] {

@@ -201,7 +201,7 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
         Err(error) => error,
     };
     file.set(former)?;
-    // It may have read the file, and only answered too late.
+    // The daemon may have read the file, and only answered too late.
     let _ = ask::<Reloaded>(&Request::Reload);
     Err(refusal)
 }
@@ -250,7 +250,7 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
     }
 }
 
-/// Waits until the daemon has unmerged these processes, except for those that are still in scope.
+/// Waits until the daemon has unmerged these processes, except the ones that are still in scope.
 fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     let began = Instant::now();
     while !pids.is_empty() {

@@ -59,7 +59,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let left_alone = check_scope(args, &settings, device.is_some())?;
 
     let mode = take(injector, &ksm, &initial_knobs(&settings, device.is_some()))?;
-    // Commands that change the list without us hold the lock that we've just taken.
+    // Only now nobody else can change the list: commands that do so without a daemon hold the lock that we've just
+    // taken.
     let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..settings.config.clone() };

@@ -190,7 +190,7 @@ struct ProcessMemory {
     reader: PageReader,
 }
 
-/// The cell of the census and the run of pages to which a page that we read belongs.
+/// Where a page that we read belongs: the cell of the census, and the run of pages.
 struct RunPlace {
     cell: u32,
     run: u32,

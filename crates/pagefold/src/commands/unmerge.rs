@@ -159,7 +159,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     if keep_out {
         exclude(&args.scope.spec(), &scoped)?;
     }
-    // Another program that runs ksmd does no harm.
+    // It does no harm if another program is running ksmd.
     let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &InitialKnobs::NONE) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,

@@ -23,7 +23,8 @@ pub struct ScopeArgs {
     pub selectors: ScopeFlags,
 }
 
-/// Programs without a flag aren't accepted beside these options: a word after them may be meant as a value of theirs.
+/// Programs without a flag aren't accepted together with these options: a word after them may be meant as a value of
+/// theirs.
 const NOT_BESIDE: [&str; 5] = ["all", "config", "also", "except", "override-opt-outs"];
 
 /// The scope as clap reads it.

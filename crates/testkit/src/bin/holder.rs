@@ -198,7 +198,7 @@ fn has_input() -> bool {
     unsafe { libc::poll(&raw mut input, 1, 100) > 0 }
 }
 
-/// The cycles that it takes to write to a page, whose content stays.
+/// How many cycles a write to a page takes. The write doesn't change the content.
 fn time_of_write(page: &mut [u8]) -> u64 {
     use std::arch::x86_64::{_mm_lfence, _mm_mfence, _rdtsc};
     let last = &raw mut page[PAGE - 1];

@@ -76,7 +76,7 @@ impl Engine {
         duplicate
     }
 
-    /// Asks to merge a page with the one that the index has for its content.
+    /// Asks to merge a page with the page that the index has for its content.
     fn pair(&mut self, new: IndexedPage, digest: Digest, domain: DomainKey) {
         let Some(kept) = self.contents.index.page_of(digest) else { return };
         if kept == new.location {

@@ -18,7 +18,7 @@ struct Counts {
     zero: f64,
     /// Frames that are certainly savable, without zero pages.
     sure: f64,
-    /// The number of shared contents that merging these frames leaves, as far as we know.
+    /// How many shared contents are left after merging these frames, as far as we know.
     contents: f64,
     /// Units of contents that aren't frequent.
     units: Histogram,
@@ -214,7 +214,7 @@ impl CensusCounts {
         let own_shares = mixture.fit(&own.units);
         let savable = saving(&mixture, &shares, &total) * scale;
 
-        // We estimate each cell by itself, then scale all cells so that they add up to the total.
+        // We estimate each cell separately, then scale all cells so that they add up to the total.
         let mut parts = Vec::with_capacity(cells.len());
         for (cell, counts) in cells.iter().zip(&self.cells) {
             let held = cell.private.0 as f64 + cell.shared_frames;

@@ -157,7 +157,7 @@ fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     )
 }
 
-/// A sentence on marks that we must remove and couldn't yet.
+/// A sentence on marks that we must remove but haven't been able to.
 pub fn to_unmark(to_unmark: &ToUnmark) -> String {
     let problem = to_unmark.problem.as_ref().map(|problem| format!(" Last try: {problem}.")).unwrap_or_default();
     format!("{} still to be unmarked: {}.{problem}", human(to_unmark.bytes), to_unmark.reason)

@@ -29,8 +29,8 @@ pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     None
 }
 
-/// The program by its name, or else the workload where it has most, or its processes there. Several workloads may belong
-/// to several owners, who'd share memory then.
+/// The program by its name, or else the workload of its largest process, or its processes in that workload. We never
+/// name several workloads: their owners may differ, and would share memory.
 fn scopes_of(rows: &[&ProcessRow]) -> Vec<ScopeSpec> {
     let Some(largest) = rows.iter().max_by(|a, b| a.figures.savable.total_cmp(&b.figures.savable)) else {
         return Vec::new();

@@ -7,7 +7,7 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{count, human, percent};
 use std::fmt::Write as _;
 
-/// How many maps we show: those of the processes with the most savable memory.
+/// We show at most this many maps, of the processes with the most savable memory.
 const MAPS_MOST: usize = 24;
 /// How many names of processes left out for the same reason we list.
 const NAMES_MOST: usize = 8;

@@ -13,7 +13,7 @@ pub const STORM: u64 = 1 << (PLAIN - 1) | 1 << (RESTARTING - 1) | 1 << (ON_STACK
 const STACK_BYTES: usize = 256 << 10;
 const EINTR: i64 = -4;
 
-/// Handlers run.
+/// How many times handlers have run.
 pub static RUNS: AtomicU64 = AtomicU64::new(0);
 /// How many of these found the thread about to return EINTR from the checked call.
 pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
@@ -136,7 +136,7 @@ pub fn own() -> [u64; 3] {
     [0, 1, 2].map(|kind| OWN[kind].load(Relaxed))
 }
 
-/// A mask word of a signal.
+/// A signal's bit in a mask.
 pub fn bit(signal: i32) -> u64 {
     1 << (unsigned(i64::from(signal)) - 1)
 }

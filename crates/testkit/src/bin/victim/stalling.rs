@@ -39,7 +39,7 @@ const OWN_BYTES: usize = 8 << 20;
 const COMMON_BYTES: usize = 1 << 20;
 /// Whether `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
-/// How long threads leave the others to begin.
+/// How long threads wait for the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
 /// This address is below all other mappings, so that readers search it first.
 const LOW: usize = 0x1000_0000;

@@ -12,9 +12,9 @@ use crate::{hold, kinds, rounds, seccomp};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-/// Rounds made.
+/// How many rounds it has made.
 pub static ROUNDS: AtomicU64 = AtomicU64::new(0);
-/// EINTRs answered.
+/// How many calls have returned EINTR.
 static EINTRS: AtomicU64 = AtomicU64::new(0);
 /// Handlers run for signals that the victim sent itself.
 pub static RAISED: AtomicU64 = AtomicU64::new(0);
@@ -161,7 +161,7 @@ pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Resu
 /// Whether somebody has sent a byte.
 pub fn is_asked_to_end() -> bool {
     let mut polled = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // Not -1, which means that a signal has come.
+    // -1 means that a signal has come.
     unsafe { libc::poll(&raw mut polled, 1, 0) > 0 }
 }
 
