@@ -137,7 +137,8 @@ impl Engine {
         Learned { mechanism: self.config.mechanism, only: self.config.only, families, regions }
     }
 
-    /// Adopts an earlier run's knowledge before the first cycle, unless that run merged other pages or in another way.
+    /// Adopts an earlier run's knowledge before the first cycle, unless that run merged different pages or by another
+    /// mechanism.
     pub fn adopt(&mut self, learned: Learned) {
         if learned.mechanism == self.config.mechanism && learned.only == self.config.only {
             self.experience.lifetimes.adopt(&learned.families);

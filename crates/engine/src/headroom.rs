@@ -10,13 +10,14 @@
 //! ```
 //!
 //! The kernel keeps this true without our watching: a write to a merged page moves one page from the second term to the
-//! first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a program that
-//! grows or a lowered limit moves the sum, and [`crate::relief`] is for those.
+//! first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a growing program
+//! or a lowered limit changes that, and [`crate::relief`] is for those cases.
 //!
 //! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
 //! scope, merged pages come back to where they were charged before, so the cgroup never exceeds its usage without us.
-//! This exception ends once a process outside has had memory that may be merged. Otherwise each restart of the others
-//! would lift the bound. A process that was outside only until it was moved below the limit has had none.
+//! This exception ends once a process outside the limit has had memory that may be merged: otherwise each restart of
+//! such processes would lift the bound. A process that was outside only until it was moved below the limit doesn't
+//! count.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};

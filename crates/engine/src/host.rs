@@ -248,7 +248,7 @@ pub struct SamplePlan {
     /// How many cache lines of a page to hash in place ([`LineDigester`](crate::hash::LineDigester)). `None`: read
     /// pages and digest them whole ([`Digester`](crate::hash::Digester)).
     pub lines: Option<u32>,
-    /// Digests by this few lines that pages with different contents have. Digest such pages by all lines instead.
+    /// Digests by this few lines that pages with different contents have. Digest pages with these by all lines instead.
     pub colliding: Arc<DigestSet>,
     /// Report which private pages of these regions are active, before reading them, and which are merged pages that
     /// nobody else maps any more.

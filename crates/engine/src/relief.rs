@@ -3,7 +3,7 @@
 //! If only merging added pages, [`crate::headroom`] would prevent that. But programs may grow after we merged their
 //! pages, or somebody may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its
 //! new copies at once, and the kept ones stay for the others. So we give the others copies of their own, charged to
-//! them, as far as they have room.
+//! them, if they have room.
 //!
 //! Only in this case do we look up who maps which frame, and which frames are charged to the cgroup. So we know
 //! exactly:
@@ -16,8 +16,8 @@
 //! If a cgroup would exceed its limit even without merging, we can't help: its programs can't all have the memory they
 //! want, with or without us.
 //!
-//! Some of its own pages are marked but not merged, because they were written. Merged once more, they could add to the
-//! pages it keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
+//! Some of its own pages are marked but not merged, because they were written. If they merged again, they could add to
+//! the pages that the cgroup keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
 use crate::host::{LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
@@ -192,8 +192,8 @@ impl Relief {
         (take_pages(&mut survey.ahead, LOOKED_UP_AT_ONCE), Some(survey.limit))
     }
 
-    /// Records pages that we looked up. After the last one, returns what to unmerge: where others hold the most pages
-    /// charged to the cgroup, as far as their copies fit, until enough come free to restore its reserve.
+    /// Records pages that we looked up. After the last one, returns what to unmerge: parts where others hold the most
+    /// pages charged to the cgroup and have room for the copies, until enough pages come free to restore its reserve.
     pub fn record(
         &mut self,
         table: &RegionTable,

@@ -87,7 +87,7 @@ pub struct Requests {
     /// is the last, so we forget a content once we've sampled all pages about once more.
     left_behind: FxHashSet<u32>,
     left_behind_before: FxHashSet<u32>,
-    /// Contents where a page differed or was absent, until two pages turn out to be one.
+    /// Contents where a page differed or was absent, until two pages with that content turn out to be one.
     differing: FxHashSet<u32>,
 }
 
@@ -361,8 +361,8 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
     continues
 }
 
-/// Records that a page is merged with one of the region `partner`, or with the zero page. Returns whether it was merged
-/// before.
+/// Records that a page is merged with a page of the region `partner`, or with the zero page. Returns whether it was
+/// merged before.
 fn set_merged(
     table: &mut RegionTable,
     region: RegionKey,

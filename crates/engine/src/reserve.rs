@@ -1,6 +1,6 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
-//! A write to a merged page needs a page for the copy. At worst programs want everything back that we save. The likely
+//! A write to a merged page needs a page for the copy. At worst programs want back everything that we save. The likely
 //! amount is what they took back in the worst hour of the last day. We compare the memory left, on the machine and
 //! below each cgroup limit, with both:
 //!
@@ -12,7 +12,7 @@
 //!
 //! Unmerging makes no room, it takes some at once. It only brings forward, in steps and while there is room, copies
 //! that programs' writes would otherwise make later, perhaps all at once. So we only do it if asked to, and leave half
-//! of the reserve for programs to take meanwhile.
+//! of the reserve to programs that need memory at that time.
 
 use crate::error::ConfigError;
 use crate::host::{LimitView, MemoryView};
@@ -34,8 +34,8 @@ const HYSTERESIS: u64 = 8;
 const LOOK_NS: u64 = 1_000_000_000;
 /// The time between two steps of unmerging, nanoseconds: by then we know how much memory is left.
 const STEP_NS: u64 = 2_000_000_000;
-/// For this long after we unmarked memory, copies don't count as the programs' own, nanoseconds: we count them once a
-/// second.
+/// For this long after we unmarked memory, copies don't count as caused by programs, nanoseconds: we only count them
+/// once a second.
 const OWN_COPIES_NS: u64 = 2_000_000_000;
 
 /// How much memory we keep free for copies.

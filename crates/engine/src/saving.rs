@@ -11,10 +11,11 @@
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! Nothing shows afterwards how relatives came to share. So relatives that wrote the same contents after the fork count
-//! as sharers if we didn't see it: they were merged before this run, or written again and merged before we read them.
+//! Afterwards we can't tell how relatives came to share a frame. So relatives that wrote the same contents after the
+//! fork count as sharers if we didn't see it: they were merged before this run, or written again and merged before we
+//! read them.
 //!
-//! Merged zeros are those that ksmd counts for each process, or the pages that held zeros when we read them and map the
+//! As merged zeros we take ksmd's count for each process, or the pages that held zeros when we read them and map the
 //! zero page now, whichever is more.
 //!
 //! Up to [`PAGES_MOST`] pages, we look up every page that may be merged. With more, we look at runs of pages at regular
@@ -303,7 +304,7 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
 #[derive(Clone, Copy, Debug, Default)]
 struct Zeros {
     lineage: LineageKey,
-    /// Pages of [`split_zeros`].
+    /// Pages that [`split_zeros`] finds.
     split: f64,
     /// ksmd's count.
     merged: f64,

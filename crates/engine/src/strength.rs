@@ -39,7 +39,7 @@ pub struct Strength {
     /// Pages hashed, and wasted comparisons, recently.
     pages: u64,
     collisions: u64,
-    /// How much the lowest number would have saved since the last change.
+    /// How much hashing the lowest number would have saved since the last change, in cache lines.
     gain: u64,
     gain_wanted: u64,
     /// The number before we tried the lowest one again.

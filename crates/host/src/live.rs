@@ -106,7 +106,7 @@ pub enum Event {
         result: ChangeResult,
         reason: String,
     },
-    /// We don't leave a process alone although its owner has opted out: the administrator has overridden the opt-out.
+    /// A process's owner has opted out, but the administrator has overridden that, so we don't leave the process alone.
     Overridden {
         pid: i32,
         /// How its owner has opted out.

@@ -2,7 +2,7 @@
 //!
 //! A mark outlives the run that made it, and forks inherit it. So we record each program in a file before we mark it,
 //! and a later run knows whose marks to account for. It doesn't look for others: a program that marks its own memory
-//! has chosen that itself, and nobody may hold up merging by it.
+//! has chosen that itself, and nobody may hold up merging that way.
 
 use pagefold_engine::keys::DomainKey;
 use std::collections::{HashMap, HashSet};

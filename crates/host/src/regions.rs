@@ -93,7 +93,7 @@ pub fn stretches(
 pub(crate) struct List {
     pub(crate) program: ProgramId,
     pub(crate) at_ns: u64,
-    /// CPU time spent reading it.
+    /// CPU time spent reading the mappings.
     cost_ns: u64,
     pub(crate) mapped: Vec<Mapped>,
 }

@@ -120,8 +120,8 @@ impl Target {
         self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
 
-    /// Whether we may read nothing more now: a read of its memory hasn't returned, or didn't return in time a while
-    /// ago.
+    /// Whether we may read nothing more now: a read of its memory hasn't returned, or didn't return in time a short
+    /// while ago.
     pub(crate) fn has_timed_out(&self) -> bool {
         self.late_read.as_ref().is_some_and(|pending| !pending.is_over())
             || self.surveys.running.is_some()

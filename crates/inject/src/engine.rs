@@ -1,8 +1,7 @@
 //! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
 //! Each attempt has a thread of its own. If a thread of the target doesn't stop in time (a vfork parent, a frozen
-//! thread), ours stays with it until it does: if we released it before, that thread would find its system call
-//! interrupted.
+//! thread), ours stays with it until it does: if we released it earlier, it would find its system call interrupted.
 
 use super::code::Code;
 use super::progress::AttemptProgress;
@@ -68,8 +67,8 @@ impl Verdict {
     }
 }
 
-/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice. If we're shared, a process that
-/// stalls is left alone for a while, and so are others of its user or cgroup if many do.
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice. If we're shared, we leave a
+/// process that stalls alone for a while, and others of its user or cgroup, too, if many of them stall.
 pub fn attempt(
     process: &Process,
     program: Option<&ProgramId>,

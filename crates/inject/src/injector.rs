@@ -1,9 +1,9 @@
 //! The injector as its users see it: a process that we start again when it dies.
 //!
-//! An injector does nothing that depends on its past, so another one can take its place. We don't know then whether the
-//! request under way was carried out: its error says so, and the caller looks at the target again. The threads that the
-//! dead process held resume by themselves or die ([`super::return_frame`]). So we wait longer before each further
-//! restart, and give up when injectors keep dying or we can't start one.
+//! An injector does nothing that depends on its past, so another one can take its place. After a death we don't know
+//! whether the request under way was carried out: its error says so, and the caller looks at the target again. The
+//! threads that the dead process held resume by themselves or die ([`super::return_frame`]). So we wait longer before
+//! each further restart, and give up when injectors keep dying or we can't start one.
 
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};

@@ -20,8 +20,8 @@
 //!
 //! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. We don't
 //! start the call directly, but let it take the place of `rt_sigreturn` at its entry, because seccomp is active again
-//! when the tracer is dead: `rt_sigreturn` passes strict mode, and all filters that let a program handle signals. The
-//! microsecond between setting the call's number and the filter's check of it remains.
+//! when the tracer is dead: `rt_sigreturn` passes strict mode, and all filters that let a program handle signals. That
+//! leaves one microsecond unprotected: between setting the call's number and the filter's check of it.
 //!
 //! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame holds the registers of a thread
 //! about to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart:

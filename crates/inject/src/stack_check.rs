@@ -5,9 +5,9 @@
 //! with live data below its stack pointer. So we write a frame only onto pages that nothing was ever written to (their
 //! pagemap entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`,
 //! and a mapping that also contains the thread's control block above the stack pointer and has an inaccessible mapping
-//! directly below, like C libraries lay out the stacks of their threads.
+//! directly below, as C libraries lay out the stacks of their threads.
 //!
-//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them have
+//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages next to them have
 //! changed: a program that has begun to use this part of its stack would have touched them.
 
 use super::ptrace;

@@ -1,12 +1,12 @@
 //! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
 //!
 //! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
-//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
-//! So we do that first, in steps with a check of the target's memory limits before each, and then one call unmarks a
-//! whole mapping, with little left to copy. We don't unmark a part of a mapping on its own: that would split the
-//! mapping, and a program that moves its memory just then would notice. There are two exceptions: processes with many
-//! zero pages that ksmd has replaced by the kernel's, which only the call unmerges, and kernels that don't distinguish
-//! merged from fork-shared pages, which reading would copy too. There we unmark a mapping in steps.
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target keeps
+//! running. So we do that first, in steps with a check of the target's memory limits before each, and then one call
+//! unmarks a whole mapping, with little left to copy. We don't unmark a part of a mapping on its own: that would split
+//! the mapping, and a program that moves its memory just then would notice. There are two exceptions: processes with
+//! many zero pages that ksmd has replaced by the kernel's, which only the call unmerges, and kernels that don't
+//! distinguish merged from fork-shared pages, which reading would copy too. There we unmark a mapping in steps.
 
 use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
@@ -186,7 +186,8 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
 /// Unmarks everything marked in a process. `done` shows how far we got, also after an error.
 ///
 /// # Errors
-/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; memory unmarked before stays so.
+/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; memory that's already unmarked stays
+/// unmarked.
 pub fn unmerge(
     process: &Process,
     injector: &InjectorHandle,

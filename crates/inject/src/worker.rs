@@ -166,7 +166,8 @@ impl Connection {
         !self.is_waiting
     }
 
-    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another one.
+    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another
+    /// request.
     pub(super) fn run(
         &mut self,
         process: &Process,

@@ -96,8 +96,8 @@ impl Knobs {
     }
 
     /// The knobs that differ from the kernel's defaults, with their values, if a pagefold has set them. Only pagefold
-    /// lets ksmd sleep without end, or scan everything in one batch. If there's no state file then, we can't see the
-    /// run's file, or it was lost with its own file system at /run.
+    /// lets ksmd sleep without end, or scan everything in one batch. If there's no state file in that case, either we
+    /// can't see the run's file, or it was lost with its own file system at /run.
     pub fn orphaned(&self) -> Vec<(Knob, u64)> {
         if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
             return Vec::new();

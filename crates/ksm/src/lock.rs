@@ -58,7 +58,7 @@ impl Lock {
             }
             std::thread::sleep(LOOK_LIMIT / 50);
         }
-        // The pid is only for messages. Writing it fails on a full disk, and even there we must be able to restore KSM.
+        // The pid is only for messages. Writing it fails on a full disk, and even then we must be able to restore KSM.
         let _ = write_pid(&mut file);
         fault::point("lock-taken");
         Ok(Self { file: Arc::new(LockFile { file, path: path.to_owned() }) })

@@ -279,7 +279,8 @@ fn a_call_in_which_every_page_differs_is_the_last() {
 /// The caller's request in each call: `from`, `to`, first page and number of pages.
 type HashCalls = Vec<(u16, u16, u64, u64)>;
 
-/// A kernel that hashes at most `most` pages a call, to their number plus one, and fails with these errors instead.
+/// A kernel that hashes at most `most` pages a call (the hash is the page's number plus one), or fails with these
+/// errors.
 fn hash(pages: usize, most: u64, fails: &BTreeMap<usize, i32>) -> (io::Result<Vec<u64>>, HashCalls) {
     let null = File::open("/dev/null").unwrap();
     let (mut hashes, mut calls, mut tries) = (vec![0; pages], HashCalls::new(), 0);

@@ -42,7 +42,7 @@ struct Document {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Row {
-    /// Exactly one.
+    /// Exactly one selector.
     selector: Selectors,
     /// The user who keeps the processes out. `None` if a user has let them in again.
     uid: Option<u32>,

@@ -1,5 +1,5 @@
-//! Tells a service manager that the run is ready, how it's going, that it's alive, and that it ends (`sd_notify`(3)).
-//! Also adds events with their fields (systemd.journal-fields(7)) to the manager's journal.
+//! Tells a service manager that the run is ready, how it's going, that it's alive, and that it's ending
+//! (`sd_notify`(3)). Also adds events with their fields (systemd.journal-fields(7)) to the manager's journal.
 //!
 //! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's socket. The sockets never
 //! block: a manager that doesn't read its messages misses some, but can't delay us.

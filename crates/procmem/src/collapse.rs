@@ -1,11 +1,11 @@
 //! Rebuilds huge pages where a process had them.
 //!
 //! Merging one page of a huge page splits the huge page, and unmerging leaves small pages.
-//! `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies the small pages into a huge page while the process runs.
-//! Whatever khugepaged's limits are, the kernel would also fill holes and copy fork-shared pages (`madvise_collapse`,
-//! mm/khugepaged.c), which takes memory. So we only collapse extents whose pages are all present and mapped once. If
-//! the process changes some of them between our check and the call, the huge page takes up to 2 MiB more, as it could
-//! with khugepaged.
+//! `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies the small pages into a huge page while the process keeps
+//! running. Whatever khugepaged's limits are, the kernel would also fill holes and copy fork-shared pages
+//! (`madvise_collapse`, mm/khugepaged.c), which takes memory. So we only collapse extents whose pages are all present
+//! and mapped once. If the process changes some of them between our check and the call, the huge page takes up to 2 MiB
+//! more, as it could with khugepaged.
 
 use crate::Roots;
 use crate::headroom::headroom;

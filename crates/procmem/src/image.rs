@@ -24,9 +24,9 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     Ok(hash.finish())
 }
 
-/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector. The first
-/// word is a small number: if words have 64 bits, its upper half is zero, otherwise the word's value follows there. We
-/// don't ask the executable, whose file system may not answer.
+/// Whether the process of a thread is running a 32-bit program, by the size of the words in its auxiliary vector. The
+/// first word is a small number: if words have 64 bits, its upper half is zero, otherwise the word's value follows
+/// there. We don't ask the executable, whose file system may not answer.
 pub fn is_32_bit(process: &Process, auxv: &str) -> bool {
     let auxv = process.read_file(auxv).unwrap_or_default();
     auxv.get(4..8).is_some_and(|high| high != [0; 4])

@@ -337,8 +337,8 @@ const READS_MOST: u32 = 16;
 const MOST_KIB: u64 = 1 << 47;
 
 /// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
-/// some 10 ns per present page. If KSM can't merge any of thousands of mappings, the last one that we list counts for
-/// the rest.
+/// some 10 ns per present page. We list at most `OTHERS_MOST` of the mappings that KSM can't merge, and count the rest
+/// in the last of them.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if KSM could merge more than [`MAPPINGS_MOST`].

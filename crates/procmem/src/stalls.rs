@@ -24,10 +24,9 @@ const THREADS_MOST: usize = 64;
 const SHARE_MOST: usize = 8;
 /// How many processes we remember. Beyond that we forget the ones whose pause ends first.
 const REMEMBERED: usize = 1024;
-/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long at
-/// most between reads.
-/// We forget a stall after ten times its pause. The first one is short: large programs hold their mmap lock for long when
-/// they fork.
+/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long
+/// at most between reads. We forget a stall after ten times its pause. The first one is short: large programs hold
+/// their mmap lock for a long time when they fork.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_FACTOR: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);

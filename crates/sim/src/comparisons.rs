@@ -3,7 +3,7 @@
 /// Comparisons made while searching for duplicates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SearchCounts {
-    /// Pages for which we searched a duplicate.
+    /// Pages for which we searched for a duplicate.
     pub searches: u64,
     /// Searches that found a duplicate.
     pub found: u64,

@@ -109,8 +109,7 @@ costs! {
     request_join_ns: 910,
     /// Merging on request: each page of zeros (0.5 us in long runs).
     request_zero_ns: 450,
-    /// Merging on request: each page that only differs at its end. From counted instructions: 0.61 of those for a
-    /// merge.
+    /// Merging on request: each page that only differs at its end. From counted instructions: 0.61 of a merge's.
     request_differs_ns: 840,
     /// Merging on request: each page that we needn't compare (0.07 us in long runs).
     request_pass_ns: 20,

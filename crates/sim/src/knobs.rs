@@ -68,7 +68,7 @@ pub struct Knobs {
     pub forest: Forest,
     /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
     pub merge_any: bool,
-    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run beside it.
+    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run at the same time.
     pub mechanism: Mechanism,
     /// Contents that differ in few places.
     pub alike: Alike,

@@ -52,10 +52,10 @@ impl FleetKey {
 
     /// The digest of a page, or of a stand-in for one.
     ///
-    /// We take BLAKE3 under the key, of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long
-    /// (2.5 us and 0.17 us), and three times as long as reading the page. BLAKE3 keeps anybody from testing guesses
-    /// without the key; the fingerprint only has to tell contents apart. To make a page with another content's
-    /// fingerprint, a program would have to know that content, and could as well hold it in memory itself.
+    /// It's the keyed BLAKE3 of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long (2.5 us
+    /// and 0.17 us), and three times as long as reading the page. BLAKE3 keeps anybody from testing guesses without the
+    /// key; the fingerprint only has to tell contents apart. To make a page with another content's fingerprint, a
+    /// program would have to know that content, and could as well hold it in memory itself.
     pub fn content(&self, page: &[u8]) -> Content {
         // This only fails for secrets that are too short.
         let fingerprint = XxHash3_128::oneshot_with_secret(&self.fingerprints, page).unwrap_or_default();

@@ -201,7 +201,7 @@ mod tests {
     use datasketches::theta::ThetaSketchBuilder;
     use proptest::prelude::*;
 
-    /// Contents as different as digests are.
+    /// Contents spread as evenly as digests.
     fn contents(numbers: std::ops::Range<u64>) -> impl Iterator<Item = Content> {
         numbers.map(|number| Content(number.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }

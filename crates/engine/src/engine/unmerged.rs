@@ -1,8 +1,8 @@
 //! Compares what we expect marked memory to save with what ksmd has merged there.
 //!
 //! Pages that the kernel or a device has pinned (io_uring's buffers, VFIO, RDMA) have duplicates like any others, but
-//! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). It only costs scan time and
-//! ksmd's records, so we unmark it, and try again after a pause that doubles.
+//! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory only costs scan time
+//! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
 //! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two

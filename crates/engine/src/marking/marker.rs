@@ -307,7 +307,7 @@ impl Marker {
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions with copies that `step` allows, we
-    /// take the most written one, or else the one with the fewest duplicates for the pages that ksmd visits.
+    /// take the most written one, or else the one with the fewest duplicates per page that ksmd visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
         if self.is_giving_room() {
             return;

@@ -45,7 +45,7 @@ pub(super) struct Frame {
     pub first: OwnerKey,
     /// The last copy of the frame that we found.
     last: PageCopy,
-    /// A page that maps it.
+    /// A page that maps the frame.
     pub region: RegionKey,
     pub page: Vpn,
 }

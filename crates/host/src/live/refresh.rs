@@ -213,8 +213,8 @@ impl LiveHost {
         Ok(())
     }
 
-    /// A fork of a marked program may have left the scope before we saw it, by another user or cgroup. It has inherited
-    /// the marks, so it's a target until they're gone.
+    /// A fork of a marked program may have left the scope before we saw it, by changing its user or cgroup. It has
+    /// inherited the marks, so it's a target until they're gone.
     fn add_marked_forks(&mut self) {
         for pid in self.discovery.new_processes.take_first_seen() {
             if self.actuator.is_none() || self.history.marked.is_empty() {

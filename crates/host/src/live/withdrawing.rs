@@ -54,7 +54,7 @@ type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
 pub(super) struct Withdrawal {
     /// The marks before.
     state: MarkState,
-    /// The calls that remove them. Empty if no mark is left.
+    /// The calls that remove the marks. Empty if no mark is left.
     calls: Vec<Call>,
     report: InjectionReport,
     /// Merged pages that we copied although they weren't marked: the process shared them through fork.

@@ -3,10 +3,10 @@
 //! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So
 //! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
-//! belong to root, and no other user may write them. An upgrade may replace the file while the program runs. We still
-//! know the program by that path if the file that it runs is root's alone and was on the same mount as the directory, or
-//! on a copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only exclude match by name
-//! as well.
+//! belong to root, and no other user may write them. An upgrade may replace the file while the program is running. We
+//! still know the program by that path if the file that it runs is root's alone and was on the same mount as the
+//! directory, or on a copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only
+//! exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;

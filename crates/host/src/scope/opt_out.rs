@@ -7,8 +7,8 @@
 //! lets such a process in.
 //!
 //! We read the files by cgroup, for all processes in it, and again after [`VALID`]. They may be on a file system whose
-//! server doesn't respond, so a thread reads them that we can leave behind. If we can't read something we take it for a
-//! no.
+//! server doesn't respond, so we read them on a thread that we can leave behind. If we can't read something, that
+//! counts as a no.
 
 use crate::scope::opt_out_unit;
 use crate::scope::workload::{guest_of, is_number};

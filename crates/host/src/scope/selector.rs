@@ -139,13 +139,13 @@ impl Matcher {
         if matches { Matching::Yes } else { Matching::No }
     }
 
-    /// Whether it can only be matched by the cgroups of a process.
+    /// Whether we need a process's cgroups to match it.
     pub(super) fn needs_cgroups(&self) -> bool {
         matches!(self, Self::Cgroup(_) | Self::Workload(_))
     }
 
-    /// Whether it matches a process where nothing is granted: an executable or workload need only have the name, even
-    /// one that any user can choose.
+    /// Whether it matches a process for a purpose that grants nothing: an executable or workload need only have the
+    /// name, even one that any user can choose.
     pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
         match self {
             // We can't read its executable.

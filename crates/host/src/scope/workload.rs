@@ -13,8 +13,8 @@ use pagefold_procmem::process::Process;
 use pagefold_text::escape::printable;
 use std::fmt;
 
-/// The container tools show this many digits of an identifier. With fewer, whoever starts many containers would get the
-/// digits of another.
+/// The container tools show this many digits of an identifier. With fewer digits, somebody who starts many containers
+/// could get another container's digits.
 const SHORT_ID: usize = 12;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

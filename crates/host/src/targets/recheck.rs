@@ -232,7 +232,7 @@ impl Target {
     }
 
     /// Whether the last verdict may no longer hold: the process has run, somebody has changed its cgroups, or we must
-    /// ask it again.
+    /// ask the process again.
     fn may_have_changed(&self, cgroups: &CgroupInfo, cpu_ns: Option<u64>) -> bool {
         let Some(program) = &self.check.program else { return true };
         let has_run = program.cpu_ns.is_none() || program.cpu_ns != cpu_ns;

@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 /// Directories of programs.
 const DIRECTORIES: [&str; 7] =
     ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/libexec"];
-/// Above this Jaro similarity (0 to 1) we take a name for a misspelling of the other. Names are short, so it's high.
+/// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. Names are short, so the
+/// threshold is high.
 const NEAR: f64 = 0.9;
 
 #[derive(Clone, Debug, clap::Subcommand)]

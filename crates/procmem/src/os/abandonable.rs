@@ -1,7 +1,7 @@
 //! Jobs that may never return, on a thread that may be abandoned.
 //!
 //! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
-//! file server that doesn't respond. Meanwhile our reads of that program's `smaps`, `pagemap` and `mem` block. Only a
+//! file server that doesn't respond. Until then our reads of that program's `smaps`, `pagemap` and `mem` block. Only a
 //! fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and in mm/process_vm_access.c not
 //! even that. `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers wait in the same way
 //! (`exec_update_lock`).

@@ -1,5 +1,5 @@
 //! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and
-//! the kernel compares and merges them without a search. ksmd may run beside it.
+//! the kernel compares and merges them without a search. ksmd may run at the same time.
 //!
 //! A frame made on request is in no tree until ksmd visits one of its pages. When a process exits, its records are
 //! freed at once. If a page has been written or unmapped since, its record stays until the same address is merged

@@ -54,7 +54,7 @@ impl ScriptRun {
 }
 
 impl crate::SimHost {
-    /// Runs a script in virtual time, beside everything else.
+    /// Runs a script in virtual time, alongside everything else.
     pub fn play(&mut self, script: Script) {
         let player = ScriptRun::new(script);
         let next_ns = player.next_ns();

@@ -148,7 +148,7 @@ fn user() -> Option<u32> {
     Some(std::env::args().nth(3)?.parse().expect("a user"))
 }
 
-/// Runs as the user from now on, and stays dumpable.
+/// Becomes the user, and stays dumpable.
 fn become_user() {
     let Some(user) = user() else { return };
     unsafe {
