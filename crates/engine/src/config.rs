@@ -85,7 +85,7 @@ pub struct Config {
     /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
-    /// We mark at most this many spans in one process: each may split a mapping in three.
+    /// We mark at most this many parts of mappings in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,

@@ -203,7 +203,7 @@ pub struct MemoryView {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
     pub key: LimitKey,
-    /// How much memory they may have. 0 if we don't know yet.
+    /// How much memory its processes may have. 0 if we don't know yet.
     pub limit: Pages,
     /// How much of it is left. Page cache that the kernel reclaims before it kills counts as left.
     pub left: Pages,

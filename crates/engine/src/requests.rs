@@ -140,7 +140,7 @@ impl Requests {
         true
     }
 
-    /// Has the mapping of a page marked: the kernel does it before it finds that the page would replace itself.
+    /// Has the mapping of a page marked: the kernel does that before it finds that the page would replace itself.
     pub fn mark(&mut self, page: IndexedPage) {
         self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
     }

@@ -58,7 +58,7 @@ pub fn cell(text: &str) -> String {
     if has_colour { text } else { shorten(&text, CELL_WIDTH) }
 }
 
-/// Joins spaces beside each other, and characters that look like them, into one space.
+/// Joins adjacent spaces, and characters that look like them, into one space.
 pub fn spaced(text: &str) -> String {
     text.split(is_blank).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }

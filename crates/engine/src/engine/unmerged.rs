@@ -26,7 +26,7 @@ const MERGED_PART: u64 = 8;
 const AT_ONCE: usize = 4;
 
 impl Engine {
-    /// Whether we may still mark more. If so, marked memory may only be unmerged because its copies aren't marked yet.
+    /// Whether we may still mark more. If so, marked memory may be unmerged just because its copies aren't marked yet.
     fn has_copies_to_mark(&self) -> bool {
         if self.plan.reading.foreground || self.ksmd.marker.has_waiting() {
             return true;

@@ -196,7 +196,7 @@ pub struct MachineFacts {
 pub const KSMTUNED: &str = "ksmtuned";
 /// KubeVirt's agent on each node. Sets them only if `ksmConfiguration` selects the node.
 pub const VIRT_HANDLER: &str = "virt-handler";
-/// Reading what each process has merged takes some 10 us.
+/// We look for processes that use KSM for at most this long. Reading what one has merged takes some 10 us.
 const USERS_LIMIT: Duration = Duration::from_secs(5);
 
 impl MachineFacts {

@@ -301,7 +301,7 @@ impl Target {
                     self.forget_survey();
                 }
                 let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };
-                // We don't know about marks of an earlier run or of the process itself.
+                // An earlier run, or the process itself, may have set marks that we don't know of.
                 let may_be_marked = self.marks.are_set || is_new && marks == Marks::All;
                 if reason.withdraws_marks() && may_be_marked {
                     self.request_unmark(reason.clone(), marks);

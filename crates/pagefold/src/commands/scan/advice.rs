@@ -1,4 +1,4 @@
-//! The command that saves what a scan of the whole host has found.
+//! After a scan of the whole host: the command that saves the memory it found.
 
 use super::report::{ProcessRow, ScanReport};
 use pagefold_engine::sampling::census::bytes_of;
