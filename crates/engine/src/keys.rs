@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A region. Not reused while the region exists.
+/// A region's key, unique among current regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RegionKey(pub u32);
 
-/// The process that a region belongs to. Not reused while it is in scope.
+/// The key of the process that a region belongs to, unique among processes in scope.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
@@ -22,7 +22,7 @@ pub struct LastingKey(pub u64);
 #[serde(transparent)]
 pub struct LineageKey(pub u64);
 
-/// A limit on the memory of some processes. Not reused while it exists.
+/// The key of a limit on some processes' memory, unique among current limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LimitKey(pub u32);

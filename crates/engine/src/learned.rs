@@ -98,7 +98,7 @@ pub(crate) fn verdict(
 ) -> Option<LearnedRegion> {
     let left_over = region.left_over(config.mechanism);
     let waits = thin_waits && left_over >= config.thinnest_density.fraction();
-    let rests = region.usage.cow_breaks.resting().next().is_some();
+    let rests = region.hold.reason().is_none() && region.usage.cow_breaks.resting().next().is_some();
     let will_hold = if region.life.is_judged() {
         !region.life.is_worth_marking() && !waits
     } else {

@@ -28,7 +28,7 @@ const COLLISIONS_MIN: u64 = 256;
 /// the counts.
 const WINDOW_PAGES: u64 = 1 << 20;
 const WINDOW_PARTS: u64 = 4;
-/// We only try the lowest number if it would have saved this many times the cost of reading everything again.
+/// We only try [`WEAKEST`] again if it would have saved this many times the cost of reading everything again.
 const GAIN_MIN: u64 = 16;
 const GAIN_MOST: u64 = 1 << 20;
 

@@ -189,7 +189,7 @@ impl Injector {
         InjectorHandle { supervised: Arc::downgrade(&self.supervised), queue: self.queue.clone() }
     }
 
-    /// After a panic at most half a line is left, which is marked as broken or runs into the time limit.
+    /// Ignores poisoning: at worst a panic cuts off a line, and the next request fails or times out.
     fn lock(&self) -> MutexGuard<'_, Supervised> {
         locked(&self.supervised)
     }
@@ -267,7 +267,7 @@ impl Supervised {
                 self.former_ns += self.connection.take_cpu_ns();
                 return self.fall("it has ended".to_owned());
             };
-            // Its CPU time counts once it has been reaped.
+            // Once reaped, it counts in RUSAGE_CHILDREN.
             self.former_children_ns += self.connection.take_cpu_ns();
             self.former.push(child);
             self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));

@@ -69,7 +69,7 @@ impl FleetKey {
 impl FromStr for FleetKey {
     type Err = KeyError;
 
-    /// The form of the file: hexadecimal digits with white space around them.
+    /// Parses a key file: hexadecimal digits, with any white space around them.
     fn from_str(text: &str) -> Result<Self, KeyError> {
         let key: [u8; KEY_BYTES] = from_hex(text.trim()).ok_or(KeyError::Malformed)?;
         if key.iter().all(|byte| *byte == key[0] && byte >> 4 == byte & 15) {

@@ -51,7 +51,7 @@ impl Contents {
 }
 
 impl Engine {
-    /// Whether we can hash part of a page. The kernel hashes it, and compares whole pages before it merges them.
+    /// Whether the kernel can hash part of a page for us. It compares whole pages before it merges them.
     pub(super) fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && !self.carrier().by_marks
     }

@@ -87,7 +87,8 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             let has_nodes = self.snapshot.nodes.len() > 1;
-            let is_observed = |region: &Region| self.plan.visiting && region.usage.cow_breaks.observed() > 0;
+            // Flags tell whether others have written a page, too (`PageSample::lone`).
+            let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
             let wants_flags = |region: &Region| is_observed(region) || has_nodes && region.shows_activity();
             plan.activity = self.keys_among(&plan.runs, wants_flags);
             plan.forked = self.keys_among(&plan.runs, Region::reads_forked);

@@ -112,11 +112,10 @@ impl Engine {
         let by_marks = self.carrier().by_marks;
         for Part { region, first, pages } in relieved.others {
             let Some(region) = self.table.at_mut(region, first) else { continue };
+            self.ksmd.marker.hurry(region.view.key, first, first + pages.0);
             // Another program's marks aren't ours to undo.
             if !by_marks || !region.marks.spans.is_empty() {
                 self.ksmd.marker.take_apart(region, first, pages, *now_ns, Why::Charge, LeaveAlone::Relieved);
-            } else {
-                self.ksmd.marker.hurry(region.view.key, first, first + pages.0, Why::Charge);
             }
         }
         if by_marks {

@@ -126,10 +126,7 @@ impl Engine {
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
         let Some(region) = self.table.get_mut(slot) else { return false };
-        if self.plan.visiting {
-            // Otherwise we don't know whether others wrote it, see `lone`.
-            region.usage.cow_breaks.record_written(sample.page, now_ns);
-        }
+        region.usage.cow_breaks.record_written(sample.page, now_ns);
         if !examined && region.life.is_judged() {
             region.survey.record_renewal(duplicate);
         }

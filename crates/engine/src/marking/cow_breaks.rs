@@ -124,7 +124,7 @@ impl CowBreaks {
         match self.rests.get_mut(&page.extent()) {
             Some(Rest { phase: RestPhase::Resting { .. }, .. }) => return,
             Some(Rest { times, phase: phase @ RestPhase::Over }) => {
-                *phase = RestPhase::Trial { until_ns: now_ns + rest_ns(*times) };
+                *phase = RestPhase::Trial { until_ns: since_ns + rest_ns(*times) };
             }
             Some(Rest { phase: RestPhase::Trial { .. }, .. }) | None => {}
         }

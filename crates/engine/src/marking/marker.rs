@@ -251,7 +251,8 @@ impl Marker {
             if is_waiting(region, &waiting) {
                 continue;
             }
-            if region.usage.cow_breaks.end_rests(now_ns, by_marks) && by_marks {
+            let is_over = region.hold.may_mark(now_ns) && region.usage.cow_breaks.end_rests(now_ns, by_marks);
+            if is_over && by_marks {
                 if region.life.adopted().is_some() {
                     region.examine(top);
                 } else {
@@ -338,7 +339,7 @@ impl Marker {
             }
             self.queue(Span { region: key, first, pages }, why);
         }
-        let any = self.hurry(key, first, end, why) | self.queue_within(key, &region.marks.spans, first, end, why);
+        let any = self.queue_within(key, &region.marks.spans, first, end, why);
         if !any && !region.marks.spans.is_empty() {
             // Its marks lie elsewhere.
             return;
@@ -347,20 +348,22 @@ impl Marker {
         region.marks.spans = kept;
     }
 
-    /// Spans between two pages wait for unmarking because of breaks: now there's another reason, which can't wait.
-    /// Returns whether there are any.
-    pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn, why: Why) -> bool {
-        let mut any = false;
-        for change in std::mem::take(&mut self.broken.changes) {
-            let Change { span, .. } = change;
-            if span.region == key && span.first < end && span.first + span.pages.0 > first {
-                self.urgent.changes.push_back(Change { span, why });
-                any = true;
-            } else {
-                self.broken.changes.push_back(change);
+    /// Between two pages, spans may wait for unmarking because of breaks. A limit can't wait, so they're urgent now.
+    pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
+        for Change { span, why } in std::mem::take(&mut self.broken.changes) {
+            let span_end = span.first + span.pages.0;
+            let (from, to) = (span.first.max(first), span_end.min(end));
+            if span.region != key || from >= to {
+                self.broken.changes.push_back(Change { span, why });
+                continue;
+            }
+            self.queue(Span { first: from, pages: Pages(to.0 - from.0), ..span }, Why::Charge);
+            for (start, stop) in [(span.first, from), (to, span_end)] {
+                if start < stop {
+                    self.queue(Span { first: start, pages: Pages(stop.0 - start.0), ..span }, why);
+                }
             }
         }
-        any
     }
 
     /// Queues the parts of marks between two pages for unmarking. Returns whether there are any.
@@ -592,7 +595,12 @@ fn ready(
     let parts_of = parts_by_owner(table);
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
-        if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) || is_waiting(region, waiting) {
+        if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) {
+            continue;
+        }
+        if is_waiting(region, waiting) {
+            // We look again after its rest.
+            region.life.advance(Event::Settle);
             continue;
         }
         // In marked memory we mostly probe pages that have been written.
@@ -633,7 +641,8 @@ fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: 
     fit(&mut spans, region, headroom, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
     // Resting extents may lie in between.
-    spans.truncate(room);
+    let kept = region.marks.spans.iter().filter(|mark| !spans.iter().any(|span| covers(span, mark))).count();
+    spans.truncate(room.saturating_sub(kept));
     spans
 }
 
@@ -922,7 +931,7 @@ mod tests {
         find(&mut marker, &mut table, S, &config);
         region(&mut table).life.advance(Event::Reopen);
         assert_eq!(ready_spans(&marker, &mut table, 400 * S, &config), 0);
-        assert!(region(&mut table).life.is_worth_marking(), "later");
+        assert!(!region(&mut table).life.is_worth_marking());
         unmark(&mut marker, &table, S).unwrap();
         find(&mut marker, &mut table, 400 * S, &config);
         // The region already has all the parts that its process may have, and gets fewer.
@@ -947,15 +956,16 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_because_of_breaks_is_unmarked_at_once_if_memory_is_short() {
+    fn what_waits_because_of_breaks_is_unmarked_at_once_if_a_limit_needs_it() {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3]), Config::default());
         find(&mut marker, &mut table, S, &config);
         let (why, reason) = (Why::Charge, LeaveAlone::Relieved);
-        marker.take_apart(region(&mut table), Vpn(0), Pages(50), S, why, reason);
-        assert!(!marker.is_giving_room() && region(&mut table).hold.reason().is_none(), "its marks lie elsewhere");
         marker.take_apart(region(&mut table), Vpn(1_536), Pages(512), S, why, reason);
+        assert!(!marker.is_giving_room() && region(&mut table).hold.reason().is_none(), "its marks lie elsewhere");
+        marker.hurry(RegionKey(1), Vpn(1_600), Vpn(1_700));
         assert!(marker.is_giving_room());
-        assert_eq!(unmark(&mut marker, &table, S), Some((1_536, 2_048, why)));
-        assert_eq!(unmark(&mut marker, &table, S), None);
+        assert_eq!(unmark(&mut marker, &table, S), Some((1_600, 1_700, why)));
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((1_536, 1_600)));
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((1_700, 2_048)));
     }
 }

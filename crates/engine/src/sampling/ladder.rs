@@ -241,7 +241,10 @@ impl Ladder {
         allowance: &mut Allowance,
         runs: &mut Vec<PageRun>,
     ) {
-        let visitable = |region: &Region| region.marked_resident().0.max(count(region.usage.cow_breaks.observed()));
+        let visitable = |region: &Region| {
+            let on_request = region.usage.written.len().max(Pages(count(region.usage.cow_breaks.observed())));
+            region.marked_resident().max(on_request).0
+        };
         let marked: u64 = table.iter().map(visitable).sum();
         let visits = pages / VISIT_PAGES;
         for region in table.iter_mut().filter(|region| !region.hold.left_alone) {
@@ -252,7 +255,9 @@ impl Ladder {
             let random = self.phase ^ u64::from(region.view.key.0) << 32;
             let share = share.min(allowance.pages_left(region.view.owner));
             allowance.use_pages(region.view.owner, share);
-            region.usage.cow_breaks.set_visits(share, round_ns);
+            if share > 0 {
+                region.usage.cow_breaks.set_visits(share, round_ns);
+            }
             for number in 0..share {
                 // Half of the checks go to pages that we don't observe yet, while there's room for more.
                 let mut page = None;

@@ -191,8 +191,8 @@ options! {
          the nearest ancestor that has one; the rules below, in order; with by = \"user\", its user. All other \
          processes are in the domain \"default\"." {
         "by" "NAME" domains_by: DomainSource, Any, = DomainSource::default(),
-            "Where the domain of a process comes from if no rule matches it: cgroup-xattr (only from its cgroup's \
-             attribute), or user (from its user as well)";
+            "The domain of processes that neither an attribute nor a rule assigns: cgroup-xattr (\"default\"), or user (one \
+             for each user)";
         "merge" "DOMAIN" merged_domain: String, Any, "\"customer-a\"",
             "The one trust domain that ksmd merges, instead of root's; all others are left alone. Merging on request \
              ignores this and merges within each domain. Reloaded by SIGHUP";

@@ -117,7 +117,7 @@ impl Reading {
         }
     }
 
-    /// Whether we've read much more of the next process than it held. It may map new memory faster than we read.
+    /// Whether we've read much more of this process than it held. It may map new memory faster than we read.
     pub fn is_endless(&self) -> bool {
         self.next().is_some_and(|member| self.read > 2 * member.resident.0 + ENDLESS_PAGES)
     }

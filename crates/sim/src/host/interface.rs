@@ -103,7 +103,10 @@ impl SimHost {
         let asked = plan.activity.contains(&run.region);
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
-            let state = self.memory.state(region, offset);
+            let merged = region.merged_frame(offset).map(|frame| self.memory.frames[frame as usize]);
+            // pagemap shows a page that one process maps exclusively, and only kpageflags that it's a merged one.
+            let lone = merged.is_some_and(|frame| frame.mapped == 1);
+            let state = if lone { PageState::Private } else { self.memory.state(region, offset) };
             looked_at += 1;
             let is_read = state.is_read(plan.forked.contains(&run.region));
             read += u64::from(is_read);
@@ -129,8 +132,7 @@ impl SimHost {
                 huge,
                 digest: found,
                 active: private && asked && in_use(),
-                // We show such pages as merged.
-                lone: false,
+                lone: lone && asked,
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }

@@ -20,7 +20,7 @@ pub enum Fixed {
 }
 
 impl Fixed {
-    /// Whether a knob isn't restored for a reason other than merged pages.
+    /// Whether any knob failed or is pending. Deferred ones don't count.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }

@@ -130,7 +130,7 @@ fn not_driven(facts: &Facts) -> Option<String> {
     Some(format!("this run no longer controls KSM ({why})"))
 }
 
-/// Why we merge no more of a region below a cgroup's limit.
+/// Why a cgroup's limit keeps us from merging more of a region.
 fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
     format!(
