@@ -7,6 +7,7 @@ pub mod enable;
 pub mod examples;
 pub mod exec;
 pub mod explain;
+pub mod history;
 pub mod include;
 pub mod run;
 pub mod scan;

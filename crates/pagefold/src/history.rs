@@ -14,7 +14,7 @@ pub use file::{HistoryFile, read};
 pub use writer::start;
 
 use crate::commands::status::Status;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Where the service keeps the history.
 pub const DEFAULT_FILE: &str = "/var/lib/pagefold/history";
@@ -65,4 +65,9 @@ impl Moment {
 /// Seconds since 1970.
 pub fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// A time in seconds since 1970, as RFC 3339.
+pub fn utc(seconds: u64) -> String {
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(seconds)).to_string()
 }

@@ -28,7 +28,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use commands::examples;
 use commands::sketch as sketches;
 use commands::{
-    config as files, control as requests, doctor, enable, exec, explain, include, run, scan, status, top, unmerge,
+    config as files, control as requests, doctor, enable, exec, explain, history as savings, include, run, scan, status,
+    top, unmerge,
 };
 use control::protocol::Request;
 use std::process::ExitCode;
@@ -95,6 +96,9 @@ enum Command {
     /// Show live what is saved, by process or workload, and why
     #[command(after_long_help = examples::TOP)]
     Top(top::TopArgs),
+    /// Print the savings over time, as CSV or JSON; works without a daemon
+    #[command(after_long_help = examples::HISTORY)]
+    History(savings::HistoryArgs),
     /// Show how the daemon judges each region of a process, and why
     #[command(after_long_help = examples::EXPLAIN)]
     Explain(explain::ExplainArgs),
@@ -160,6 +164,7 @@ pub fn main() -> ExitCode {
         Command::Disable(args) => enable::disable(args),
         Command::Status(args) => status::run(args),
         Command::Top(args) => top::run(args),
+        Command::History(args) => savings::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Governor(args) => requests::change(&Request::Governor { name: args.name.to_string() }, args.json),
         Command::Pause(args) => requests::change(&Request::Pause, args.json),

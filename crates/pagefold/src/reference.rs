@@ -254,6 +254,17 @@ pub const SCHEMAS: &[Schema] = &[
         ],
     },
     Schema {
+        name: "pagefold.history/1",
+        about: "Printed by pagefold history --json; without --json the fields of moments are columns. The daemon keeps it in a binary file with a header of the same name",
+        fields: &[
+            ("schema, moments[].time", "A moment: RFC 3339, UTC; one a minute for a day, one for each quarter of an hour for 30 days"),
+            ("moments[].pid, moments[].dry_run", "The run. A new pid is another run, whose CPU time begins at zero"),
+            ("moments[].saved_bytes, moments[].marked_bytes, moments[].resident_bytes, moments[].available_bytes", "As in pagefold.status/1; saved is 0 in a dry run"),
+            ("moments[].expected_bytes", "Memory in scope that we expect to be merged, with the copies that stay"),
+            ("moments[].pagefold_cpu_seconds, moments[].ksmd_cpu_seconds", "CPU time since the run began"),
+        ],
+    },
+    Schema {
         name: "pagefold.audit/1",
         about: "A line of the audit log: one for each span that is marked or unmarked, and one per cycle for each pair of processes with pages merged on request",
         fields: &[

@@ -8,7 +8,7 @@ use std::net::Shutdown;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use pagefold_testkit::*;
@@ -107,6 +107,16 @@ fn status_and_explain_show_what_is_merged_and_why() {
         &text_of(&["explain", &pids[1].to_string()]),
         &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Mappings that are always left alone"],
     );
+
+    // The status is shown again and again, until nobody reads it.
+    let mut watch = Command::new(program());
+    let mut watch = watch.args(["status", "--watch", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let mut seconds = || serde_json::from_str::<Value>(&lines.next().unwrap().unwrap()).unwrap()["seconds"].as_f64();
+    let first = seconds();
+    assert!(seconds() > first, "{first:?}");
+    drop(lines);
+    assert!(watch.wait().unwrap().success());
 
     assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
     assert_intact(&mut tenants);

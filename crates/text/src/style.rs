@@ -125,7 +125,12 @@ pub fn shorten(text: &str, width: usize) -> String {
 /// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
 /// [`printable`](crate::escape::printable).
 pub fn print(text: &str) -> io::Result<()> {
-    write(&visible(text, io::stdout().is_terminal()))
+    print_on(text).map(drop)
+}
+
+/// Like [`print()`], for output that doesn't end by itself: whether it's still read.
+pub fn print_on(text: &str) -> io::Result<bool> {
+    was_read(write(&visible(text, io::stdout().is_terminal())))
 }
 
 /// Like [`print()`], at the end of a daemon: a reader that doesn't read delays it by `limit` at most.
@@ -144,12 +149,17 @@ pub fn print_within(limit: Duration, text: &str) -> io::Result<()> {
 
 /// Writes drawings, which move the cursor, to standard output.
 pub fn draw(text: &str) -> io::Result<()> {
-    write(text)
+    was_read(write(text)).map(drop)
 }
 
 /// A value as indented JSON with a line end. Escapes characters that a terminal may obey.
 pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
     Ok(visible_json(&serde_json::to_string_pretty(value)?) + "\n")
+}
+
+/// Like [`json`], in one line.
+pub fn json_line(value: &impl Serialize) -> serde_json::Result<String> {
+    Ok(visible_json(&serde_json::to_string(value)?) + "\n")
 }
 
 /// Escapes characters that a terminal may obey in the text of a JSON value, which can only have them in strings.
@@ -189,9 +199,14 @@ fn is_colour_code(text: &str) -> bool {
 
 fn write(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other,
+    out.write_all(text.as_bytes()).and_then(|()| out.flush())
+}
+
+/// A closed pipe (`| head`) isn't an error.
+fn was_read(written: io::Result<()>) -> io::Result<bool> {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        other => other.map(|()| true),
     }
 }
 

@@ -32,7 +32,9 @@ Examples:
   pagefold status
       What is saved, and what it costs
   pagefold status --json
-      The same for programs: see pagefold-json(5)";
+      The same for programs: see pagefold-json(5)
+  pagefold status --watch
+      The same every 5 s, until interrupted";
 
 pub const TOP: &str = "\
 Examples:
@@ -42,6 +44,13 @@ Examples:
       Begin with the savings of the last two hours
   pagefold top --html top.html
       A web page about the last day";
+
+pub const HISTORY: &str = "\
+Examples:
+  pagefold history > savings.csv
+      The last day, for a spreadsheet
+  pagefold history --since 30d --json
+      All that is kept";
 
 pub const EXPLAIN: &str = "\
 Examples:

@@ -21,24 +21,32 @@ use pagefold_engine::ledger::RequestCounts;
 use pagefold_engine::state::{Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionTotals, State, Work};
 use pagefold_host::check::users::{KsmUser, ksm_users};
 use pagefold_text::exit;
-use pagefold_text::style::count;
+use pagefold_text::style::{self, Style, count};
 use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, IsTerminal};
 use std::path::Path;
+use std::thread;
 use std::time::Duration;
 pub use words::{describe, paint, saved_size, size};
 
 const SCHEMA: &str = "pagefold.status/1";
 /// We look for other users of KSM for at most this long: some ten thousand processes.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
+const WATCH_INTERVAL: Duration = Duration::from_secs(5);
+/// Clears a terminal, and begins at its top.
+const CLEAR: &str = "\x1b[H\x1b[2J";
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct StatusArgs {
     /// Print the daemon's answer as JSON (schema pagefold.status/1)
     #[arg(long)]
     pub json: bool,
+    /// Show it again every 5 s until interrupted; with --json, a line each time
+    #[arg(long)]
+    pub watch: bool,
 }
 
 /// The state of a run (schema pagefold.status/1): the parts of the engine's [`State`], with the host's names, reasons
@@ -179,10 +187,25 @@ impl Doing {
 }
 
 pub fn run(args: &StatusArgs) -> Result<u8> {
-    let mut status: Status = ask(&Request::Status)?;
-    status.find_others();
-    output::print(args.json, &status, |style| describe(&status, style))?;
-    Ok(exit::OK)
+    loop {
+        let mut status: Status = ask(&Request::Status)?;
+        status.find_others();
+        if !args.watch {
+            output::print(args.json, &status, |style| describe(&status, style))?;
+            return Ok(exit::OK);
+        }
+        let text = match args.json {
+            true => style::json_line(&status)?,
+            false => describe(&status, Style::of_stdout()),
+        };
+        if io::stdout().is_terminal() && !args.json {
+            style::draw(CLEAR)?;
+        }
+        if !style::print_on(&text)? {
+            return Ok(exit::OK);
+        }
+        thread::sleep(WATCH_INTERVAL);
+    }
 }
 
 impl Status {

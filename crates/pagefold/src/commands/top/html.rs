@@ -3,7 +3,7 @@
 use super::activity;
 use super::state::{NO_WORKLOAD, by_workload, process_rows};
 use crate::commands::status::Status;
-use crate::history::{Moment, Point, points};
+use crate::history::{Moment, Point, points, utc};
 use crate::output::page::{Chart, Curve, Unit, escape, page as framed};
 use pagefold_engine::state::MemoryTotal;
 use pagefold_engine::units::Pages;
@@ -12,7 +12,7 @@ use pagefold_text::style::{count, human, percent};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
 /// A table has at most this many rows. We only count the rest.
 const ROWS_MOST: usize = 200;
@@ -52,8 +52,7 @@ pub fn page(sources: &Sources) -> String {
 }
 
 fn clock(seconds: u64) -> String {
-    let text = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(seconds)).to_string();
-    text.replace('T', " ").replace('Z', " UTC")
+    utc(seconds).replace('T', " ").replace('Z', " UTC")
 }
 
 fn now(html: &mut String, status: &Status, sources: &Sources) {

@@ -1,0 +1,139 @@
+//! `pagefold history`: the savings over time, as CSV or JSON. It reads the daemon's file, and needs no daemon.
+
+use crate::config::args::seconds;
+use crate::config::ownership;
+use crate::history::{self, Moment, utc};
+use crate::output;
+use anyhow::Result;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style::Lines;
+use serde::Serialize;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct HistoryArgs {
+    /// Print the last hours or days (2h, 30d): a line a minute for a day, one for each quarter of an hour before that
+    #[arg(long, value_name = "DURATION", value_parser = seconds, default_value = "24h")]
+    pub since: Duration,
+    /// Read the history from this file, which the daemon writes
+    #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
+    pub history: PathBuf,
+    /// Print it as JSON (schema pagefold.history/1) instead of CSV
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The history (schema pagefold.history/1).
+#[derive(Debug, Serialize)]
+struct Export {
+    schema: &'static str,
+    moments: Vec<Row>,
+}
+
+/// A row's fields are the columns of the CSV, too.
+#[derive(Debug, Serialize)]
+struct Row {
+    time: String,
+    pid: u64,
+    dry_run: bool,
+    saved_bytes: u64,
+    expected_bytes: u64,
+    marked_bytes: u64,
+    resident_bytes: u64,
+    available_bytes: u64,
+    pagefold_cpu_seconds: f64,
+    ksmd_cpu_seconds: f64,
+}
+
+const COLUMNS: &str = "time,pid,dry_run,saved_bytes,expected_bytes,marked_bytes,resident_bytes,available_bytes,\
+    pagefold_cpu_seconds,ksmd_cpu_seconds";
+
+impl From<&Moment> for Row {
+    fn from(moment: &Moment) -> Self {
+        Self {
+            time: utc(moment.time),
+            pid: moment.pid,
+            dry_run: moment.dry_run,
+            saved_bytes: moment.saved_bytes,
+            expected_bytes: moment.expected_bytes,
+            marked_bytes: moment.marked_bytes,
+            resident_bytes: moment.resident_bytes,
+            available_bytes: moment.available_bytes,
+            pagefold_cpu_seconds: moment.pagefold_ns as f64 / 1e9,
+            ksmd_cpu_seconds: moment.ksmd_ns as f64 / 1e9,
+        }
+    }
+}
+
+pub fn run(args: &HistoryArgs) -> Result<u8> {
+    let moments = history::read(&args.history, args.since, history::now()).map_err(|error| {
+        let line = format!("cannot read the history {}: {error}", ownership::shown(&args.history));
+        match error.kind() {
+            ErrorKind::PermissionDenied => Exit::new(exit::NOT_PERMITTED, format!("{line}; run as root (sudo)")),
+            _ => Exit::new(exit::FAILURE, format!("{line}; name the daemon's file by --history")),
+        }
+    })?;
+    let export = Export::of(&moments);
+    output::print(args.json, &export, |_| export.csv())?;
+    Ok(exit::OK)
+}
+
+impl Export {
+    fn of(moments: &[Moment]) -> Self {
+        Self { schema: "pagefold.history/1", moments: moments.iter().map(Row::from).collect() }
+    }
+
+    fn csv(&self) -> String {
+        let mut text = String::new();
+        text.line(COLUMNS);
+        for row in &self.moments {
+            text.line(format!(
+                "{},{},{},{},{},{},{},{},{},{}",
+                row.time,
+                row.pid,
+                row.dry_run,
+                row.saved_bytes,
+                row.expected_bytes,
+                row.marked_bytes,
+                row.resident_bytes,
+                row.available_bytes,
+                row.pagefold_cpu_seconds,
+                row.ksmd_cpu_seconds
+            ));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+    use pagefold_text::style::json;
+
+    #[test]
+    fn the_history_is_printed_as_csv_and_json() {
+        let moment = |minute: u64, saved: u64| Moment {
+            time: golden::NOW + 60 * minute,
+            pid: golden::PID.into(),
+            saved_bytes: saved << 20,
+            expected_bytes: saved << 21,
+            marked_bytes: saved << 22,
+            resident_bytes: 1 << 30,
+            available_bytes: 2 << 30,
+            pagefold_ns: 1_500_000_000 * minute,
+            ksmd_ns: 70_000_000 * minute,
+            ..Moment::default()
+        };
+        let export = Export::of(&[moment(0, 0), moment(1, 100), Moment { dry_run: true, ..moment(15, 0) }]);
+        let document = json(&export).unwrap();
+        golden::check("history.json", &document);
+        golden::check("history.csv", &export.csv());
+        let document: serde_json::Value = serde_json::from_str(&document).unwrap();
+        let first = document["moments"][0].as_object().unwrap();
+        assert_eq!(first.len(), COLUMNS.split(',').count());
+        assert!(COLUMNS.split(',').all(|column| first.contains_key(column)));
+    }
+}
