@@ -40,8 +40,16 @@ fn answer(requests: &RequestSender, request: Request, uid: u32) -> Result<String
     debug!(target: "control", ?request, uid);
     match request {
         Request::Unmerge(_) | Request::Include(_) | Request::Reload => order(requests, request, uid),
-        request => view(requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
+        Request::Workload(ref selectors) => {
+            let facts = requests.send(request.clone()).map_err(failed)?;
+            json(&explain::workload::of(&facts, &selectors.spec())?).map_err(failed)
+        }
+        request => view(requests, request).map_err(failed),
     }
+}
+
+fn failed(why: String) -> Exit {
+    Exit::new(exit::FAILURE, why)
 }
 
 fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
@@ -55,7 +63,7 @@ fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String,
         Answer::Included(included) => included.not_kept = not_kept,
         Answer::Reloaded(_) => {}
     }
-    json(&answer).map_err(|why| Exit::new(exit::FAILURE, why))
+    json(&answer).map_err(failed)
 }
 
 /// Keeps the list of processes that are kept out for the next run.

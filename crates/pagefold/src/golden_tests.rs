@@ -36,7 +36,7 @@ use pagefold_engine::sampling::census::Figures;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_host::check::users::KsmUser;
 use pagefold_host::live::{Ended, Event};
-use pagefold_host::scope::Selector;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::kept_out::{Entry, KeptOut, Verdict};
 use pagefold_ksm::{Knob, RestoreOutcome};
@@ -452,6 +452,13 @@ fn a_run_on_request_is_shown() {
     check("status-request.json", &json(&status).unwrap());
     check("metrics-request.txt", &families::page(&status));
     check("audit-request.jsonl", &run.audit());
+    let explained = explain::workload::of_processes(
+        &run.facts(),
+        &ScopeSpec(vec![Selector::Exe("redis-server".to_owned()), Selector::Exe("keepassxc".to_owned())]),
+        &[(4_001, 1_000), (4_002, 1_000), (4_003, 1_000), (4_012, 1_000), (4_001, 999), (77, 1)].into(),
+    );
+    check("explain-workload.txt", &explain::workload::describe(&explained, Style::plain_text()));
+    check("explain-workload.json", &json(&explained).unwrap());
     check("explain-request.txt", &explanations(&run, &ALL));
     summarized(&run.summary(Some(RestoreOutcome::default())), "request");
 }

@@ -99,7 +99,7 @@ enum Command {
     /// Print the savings over time, as CSV or JSON; works without a daemon
     #[command(after_long_help = examples::HISTORY)]
     History(savings::HistoryArgs),
-    /// Show how the daemon judges each region of a process, and why
+    /// Show how the daemon judges each region of a process, or the memory of a workload, and why
     #[command(after_long_help = examples::EXPLAIN)]
     Explain(explain::ExplainArgs),
     /// Change how much CPU time the daemon may use

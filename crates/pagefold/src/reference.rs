@@ -213,6 +213,18 @@ pub const SCHEMAS: &[Schema] = &[
         ],
     },
     Schema {
+        name: "pagefold.explain-workload/1",
+        about: "Printed by pagefold explain --json about anything but a single process",
+        fields: &[
+            ("schema, selectors, scope, paused, dry_run", "The processes that were asked for, as flags; the run's scope and state"),
+            ("resident_bytes, marked_bytes, expected_bytes, saved_bytes", "Sums of the processes in scope, as in pagefold.status/1"),
+            ("processes[].pid, processes[].name, processes[].regions", "The processes in scope, as in pagefold.status/1"),
+            ("processes[].left_alone, processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "As in pagefold.status/1"),
+            ("processes_outside", "How many more processes match that are not in the run's scope"),
+            ("reasons[].next, reasons[].reason, reasons[].regions, reasons[].resident_bytes", "The regions of these processes by their next step (as in pagefold.explain/1) and its reason"),
+        ],
+    },
+    Schema {
         name: "pagefold.unmerge/1",
         about: "Printed by pagefold exclude and unmerge with --json",
         fields: &[
@@ -283,9 +295,9 @@ pub const SCHEMAS: &[Schema] = &[
         about: "A request to /run/pagefold/control.sock, a stream socket: one object a line, answered by one. Printed by pagefold governor, \
                 pause and resume as the state after the change",
         fields: &[
-            ("schema, request", "status, explain (with pid), governor (with name), pause, resume, reload, unmerge or include (both with selectors)"),
+            ("schema, request", "status, explain (with pid), workload (with selectors, to explain several processes), governor (with name), pause, resume, reload, unmerge or include (both with selectors)"),
             ("pid, name", "The process to explain; the governor to use"),
-            ("pids, cgroups, users, exes, units, vms, containers, pods, all", "The processes to unmerge or include"),
+            ("pids, cgroups, users, exes, units, vms, containers, pods, all", "The processes to explain, unmerge or include"),
             ("pid, governor, in_force, allowed_share, paused", "Of an answer: the state after the change"),
             ("file, scope", "Of an answer to reload: the configuration file; the scope, as flags"),
             ("error, code", "Of an answer: the error and what to do; the exit code. The connection is closed"),

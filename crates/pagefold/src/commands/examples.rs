@@ -56,8 +56,8 @@ pub const EXPLAIN: &str = "\
 Examples:
   pagefold explain 4711
       Each region of process 4711
-  pagefold explain $(pidof -s redis-server)
-      A process of a program";
+  pagefold explain --unit nginx
+      A service: its processes, sums, and what happens next, by reason";
 
 pub const GOVERNOR: &str = "\
 Examples:

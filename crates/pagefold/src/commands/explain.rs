@@ -1,12 +1,13 @@
-//! `pagefold explain PID`: how the daemon judges each region of a process and what happens to it next, and which memory
-//! it leaves alone and why.
+//! `pagefold explain`: how the daemon judges each region of a process and what happens to it next, and which memory it
+//! leaves alone and why; or, of a workload, its sums.
 
 pub mod words;
+pub mod workload;
 
 use crate::config::ownership::shown;
-use crate::config::scope;
+use crate::config::scope::{self, ScopeArgs};
 use crate::control::client::ask;
-use crate::control::protocol::Request;
+use crate::control::protocol::{Request, Selectors};
 use crate::control::queue::{Facts, TargetFacts};
 use crate::output;
 use crate::output::placement::PlacementRow;
@@ -14,12 +15,12 @@ use anyhow::Result;
 use pagefold_engine::state::RegionState;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
-use pagefold_host::scope::{ScopeSpec, resolve};
+use pagefold_host::scope::{ScopeSpec, Selector, resolve};
 use pagefold_procmem::Roots;
 use pagefold_procmem::maps::{VmaDetail, kind_of, pinned_kib, read_smaps_named};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{Status, exe_of, program_name};
-use pagefold_text::escape::{printable, shell_word};
+use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
@@ -32,22 +33,11 @@ const DECISIONS: usize = 8;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
-    /// The process to explain
-    #[arg(value_name = "PID", value_parser = pid_to_explain)]
-    pub pid: i32,
-    /// Print the explanation as JSON (schema pagefold.explain/1)
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// Print the explanation as JSON (schema pagefold.explain/1, or pagefold.explain-workload/1)
     #[arg(long)]
     pub json: bool,
-}
-
-/// Parses the pid. Tells somebody who gives a name how to find it.
-fn pid_to_explain(text: &str) -> Result<i32, String> {
-    scope::pid(text).map_err(|problem| {
-        if text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') {
-            return problem;
-        }
-        format!("{problem}; try pagefold explain $(pidof -s {})", shell_word(text))
-    })
 }
 
 /// The state of one process (schema pagefold.explain/1). `reference.rs` explains the fields.
@@ -114,7 +104,21 @@ struct Excluded {
 }
 
 pub fn run(args: &ExplainArgs) -> Result<u8> {
-    let explanation: Explanation = ask(&Request::Explain { pid: args.pid })?;
+    let spec = args.scope.spec();
+    let pid = match spec.0[..] {
+        [] => {
+            let line = "name a PID, a program or a workload to explain; try pagefold explain 4711";
+            return Err(Exit::new(exit::USAGE, line).into());
+        }
+        [Selector::Pid(pid)] => pid,
+        _ => {
+            let selectors = Selectors::of(&spec).map_err(|error| scope::explain(&error))?;
+            let explanation: workload::Explanation = ask(&Request::Workload(selectors))?;
+            output::print(args.json, &explanation, |style| workload::describe(&explanation, style))?;
+            return Ok(exit::OK);
+        }
+    };
+    let explanation: Explanation = ask(&Request::Explain { pid })?;
     let explanation = if explanation.in_scope { explanation } else { outside(explanation)? };
     print(args.json, &explanation)
 }

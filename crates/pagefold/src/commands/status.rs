@@ -30,7 +30,7 @@ use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
-pub use words::{describe, paint, saved_size, size};
+pub use words::{describe, paint, process_table, saved_size, size};
 
 const SCHEMA: &str = "pagefold.status/1";
 /// We look for other users of KSM for at most this long: some ten thousand processes.
@@ -271,10 +271,7 @@ impl Status {
 
     /// The number with the word for targets: processes or guests.
     pub fn count(&self, number: usize) -> String {
-        match self.xen {
-            Some(_) => count(number, "guest", "guests"),
-            None => count(number, "process", "processes"),
-        }
+        count_targets(number, self.xen.is_some())
     }
 
     /// How much memory we expect to be merged in all.
@@ -311,6 +308,10 @@ impl Status {
     }
 }
 
+fn count_targets(number: usize, are_guests: bool) -> String {
+    if are_guests { count(number, "guest", "guests") } else { count(number, "process", "processes") }
+}
+
 impl Programs {
     fn of(facts: &Facts) -> Self {
         let mut processes = Vec::new();
@@ -333,7 +334,7 @@ impl Programs {
 }
 
 impl ProcessRow {
-    fn of(target: &TargetFacts, state: &State) -> Self {
+    pub fn of(target: &TargetFacts, state: &State) -> Self {
         let total = state.owner(target.owner);
         let is_counted = state.memory.saved_bytes.is_some();
         Self {

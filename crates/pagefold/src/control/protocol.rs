@@ -25,6 +25,8 @@ pub enum Request {
     Status,
     /// Answered by `pagefold.explain/1`.
     Explain { pid: i32 },
+    /// `Explain` for several processes. Answered by `pagefold.explain-workload/1`.
+    Workload(Selectors),
     /// `Explain` for a Xen guest, by name or number.
     Guest { guest: String },
     /// Changes the governor. The daemon answers this, `Pause` and `Resume` with [`ControlState`].
@@ -191,6 +193,7 @@ mod tests {
             Request::Status,
             Request::Explain { pid: 7 },
             Request::Guest { guest: "web".into() },
+            Request::Workload(Selectors { units: vec!["nginx".into()], ..Selectors::default() }),
             Request::Governor { name: "low".into() },
             Request::Pause,
             Request::Resume,

@@ -316,7 +316,9 @@ impl RequestQueue {
                 }
             };
             match &pending.request {
-                Request::Status | Request::Explain { .. } | Request::Guest { .. } => ready.push(pending),
+                Request::Status | Request::Explain { .. } | Request::Workload(_) | Request::Guest { .. } => {
+                    ready.push(pending);
+                }
                 Request::Governor { name } => {
                     // We checked the name when we parsed the request.
                     if let Ok(governor) = name.parse() {

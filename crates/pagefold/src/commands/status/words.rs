@@ -1,7 +1,7 @@
 //! The text of `status`.
 
 use super::groups::UNMERGED;
-use super::{Doing, DomainRow, ProcessRow, Status};
+use super::{Doing, DomainRow, ProcessRow, Status, count_targets};
 use crate::output::placement::PlacementView;
 use crate::output::requests;
 use pagefold_engine::decision::{Kind, Verb};
@@ -38,7 +38,7 @@ pub fn describe(status: &Status, style: Style) -> String {
     }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);
-    processes(&mut text, status, style);
+    process_table(&mut text, &status.programs.processes, status.xen.is_some(), style);
     if let Some(places) = &status.numa {
         places.describe(&mut text, style);
     }
@@ -307,11 +307,11 @@ fn share_of_all(resident: Pages, status: &Status) -> f64 {
     resident.bytes().0 as f64 / status.memory.resident_bytes.max(1) as f64
 }
 
-fn processes(text: &mut String, status: &Status, style: Style) {
+/// The largest of these processes or guests, a line each.
+pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bool, style: Style) {
     text.blank();
-    let who = if status.xen.is_some() { " ID  GUEST  " } else { "PID  PROGRAM" };
+    let who = if are_guests { " ID  GUEST  " } else { "PID  PROGRAM" };
     text.line(style.dim(&format!("      {who}            MEMORY     SAVED    MARKED  DUPLICATE")));
-    let processes = &status.programs.processes;
     for row in processes.iter().take(PROCESSES) {
         let begin = format!("  {:>7}  {:<16}", row.pid, shorten(&row.name, 16));
         if let Some(why) = &row.left_alone {
@@ -327,7 +327,7 @@ fn processes(text: &mut String, status: &Status, style: Style) {
     if processes.len() > PROCESSES {
         let rest = &processes[PROCESSES..];
         let memory = rest.iter().map(|row| row.memory.resident_bytes).sum();
-        let others = status.count(rest.len());
+        let others = count_targets(rest.len(), are_guests);
         text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
     }
 }
