@@ -109,16 +109,16 @@ fn status_and_explain_show_what_is_merged_and_why() {
     );
 
     // Both together.
-    let [first, second] = pids.map(|pid| pid.to_string());
+    let [first, second] = [pids[0], pids[1]].map(|pid| pid.to_string());
     let both = json_of(&["explain", &first, &second]);
     let rows = both["processes"].as_array().unwrap();
     assert_eq!((rows.len(), &both["processes_outside"]), (2, &json!(0)), "{both}");
     assert!((46 * MIB..50 * MIB).contains(&bytes(&both["saved_bytes"])), "{both}");
     assert!(both["reasons"].as_array().unwrap().iter().any(|row| row["reason"] == "done"), "{both}");
     assert_has(&text_of(&["explain", &first, &second]), &["2 processes with ", "few duplicates", "pagefold explain "]);
-    let outside = std::process::id().to_string();
-    let parent = std::os::unix::process::parent_id().to_string();
-    assert_fails(&["explain", &outside, &parent], 5, "match --pid");
+    let outside = [Sleeper::start(), Sleeper::start()];
+    let [first, second] = outside.each_ref().map(|sleeper| sleeper.pid().to_string());
+    assert_fails(&["explain", &first, &second], 5, "2 processes match --pid");
 
     // The status is shown again and again, until nobody reads it.
     let mut watch = Command::new(program());
