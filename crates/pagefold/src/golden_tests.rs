@@ -12,6 +12,7 @@ use crate::commands::run::summary::{self, Summary};
 use crate::commands::scan;
 use crate::commands::scan::map::{Map, Shares, Stretch};
 use crate::commands::scan::report::{CgroupRow, Cost, GroupRow, KindRow, ProcessRow, ScanReport};
+use crate::commands::scan::sharing::Matrix;
 use crate::commands::scan::survey::LeftOut;
 use crate::commands::status::groups::reason_of;
 use crate::commands::status::{self, Status};
@@ -23,6 +24,7 @@ use crate::control::queue::{Facts, Order, RunFacts, TargetFacts, ToUnmark};
 use crate::daemon::{Cycles, log_outcome};
 use crate::events::Events;
 use crate::metrics::families;
+use crate::output::page::Origin;
 use crate::reference::assert_explained;
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
@@ -36,9 +38,9 @@ use pagefold_engine::sampling::census::Figures;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_host::check::users::KsmUser;
 use pagefold_host::live::{Ended, Event};
-use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::kept_out::{Entry, KeptOut, Verdict};
+use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::{Knob, RestoreOutcome};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, parse_smaps};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
@@ -599,6 +601,11 @@ fn survey() -> ScanReport {
         is_host: false,
         advised: None,
         maps: BTreeMap::from([(4_001, Map { parts, stretches })]),
+        matrix: Some(Matrix {
+            names: vec!["redis.service".to_owned(), "vm <web1>".to_owned()],
+            pages: vec![vec![Some(12_800), Some(256)], vec![Some(250), None]],
+            exact: false,
+        }),
     }
 }
 
@@ -607,7 +614,7 @@ fn a_scan_is_shown() {
     let found = survey();
     check("scan.txt", &scan::table::text(&found, Style::plain_text()));
     check("scan.json", &json(&found).unwrap());
-    check("scan.html", &scan::html::page(&found));
+    check("scan.html", &scan::html::page(&found, &Origin { host: "host1".to_owned(), time: NOW }));
     let advised = Some("--exe redis-server".to_owned());
     let host = ScanReport { is_host: true, advised, scope: "--all".to_owned(), ..found.clone() };
     check("scan-host.txt", &scan::table::text(&host, Style::plain_text()));

@@ -28,8 +28,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use commands::examples;
 use commands::sketch as sketches;
 use commands::{
-    config as files, control as requests, doctor, enable, exec, explain, history as savings, include, run, scan, status,
-    top, unmerge,
+    config as files, control as requests, doctor, enable, exec, explain, history as savings, include, run, scan,
+    status, top, unmerge,
 };
 use control::protocol::Request;
 use std::process::ExitCode;

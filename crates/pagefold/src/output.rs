@@ -13,6 +13,11 @@ use std::time::Duration;
 /// How long a daemon waits at its end for a slow reader of its summary.
 const READ_LIMIT: Duration = Duration::from_secs(2);
 
+/// This machine's name. Empty if the kernel doesn't tell.
+pub fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
 /// Prints the result of a command as JSON, or as the text that `describe` makes of it.
 pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
     Ok(style::print(&text(json, result, describe)?)?)

@@ -5,6 +5,7 @@ pub mod html;
 pub mod map;
 pub mod report;
 pub mod scanner;
+pub mod sharing;
 pub mod survey;
 pub mod table;
 
@@ -12,7 +13,7 @@ use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
 use crate::output;
-use crate::output::page;
+use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
 use crate::preflight;
 use anyhow::{Context, Result};
@@ -24,7 +25,7 @@ use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::sampling::census::choose::first_fraction;
 use pagefold_engine::sampling::census::{Census, Findings};
 use pagefold_engine::state::MoveTotals;
-use pagefold_engine::units::Vpn;
+use pagefold_engine::units::{Vpn, index};
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::numa::owner_view;
@@ -67,7 +68,7 @@ pub struct ScanArgs {
 pub fn run(args: &ScanArgs) -> Result<u8> {
     let report = scan(args)?;
     if let Some(path) = &args.html {
-        page::write(path, &html::page(&report))?;
+        page::write(path, &html::page(&report, &Origin::here()))?;
     }
     print(args.json, &report)?;
     Ok(exit::OK)
@@ -97,7 +98,8 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     refuse_if_nothing_is_left(&survey, &deny)?;
 
     let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
-    let mut memory = ProcessMemory { survey, reader };
+    let contents = with_maps.then(|| sharing::Contents::new(&survey));
+    let mut memory = ProcessMemory { survey, reader, contents };
     memory.read_merged(&mut scanner)?;
     let frames = memory.frames();
     let mut first = first_fraction(frames);
@@ -111,6 +113,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let numa = memory.places()?;
     scanner.progress.clear();
     let cost = scanner.cost();
+    let matrix = memory.contents.map(|contents| contents.matrix(fraction >= 1.0));
     let survey = memory.survey;
     let maps = if with_maps { maps(&mut scanner.census, &survey, &findings, fraction) } else { BTreeMap::new() };
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
@@ -120,7 +123,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
         report.is_host = true;
         report.advised = advice::scope(&report).map(|scope| scope.to_string());
     }
-    Ok(ScanReport { numa, maps, deny: args.deny.to_string(), ..report })
+    Ok(ScanReport { numa, maps, matrix, deny: args.deny.to_string(), ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -188,6 +191,8 @@ const CONTENTS: ReadHow = ReadHow { huge: false, contents: Contents::All, activi
 struct ProcessMemory {
     survey: Survey,
     reader: PageReader,
+    /// For the matrix of the web page.
+    contents: Option<sharing::Contents>,
 }
 
 /// Where a page that we read belongs: the cell of the census, and the run of pages.
@@ -223,6 +228,8 @@ impl Memory for ProcessMemory {
         }
         let parts_before = survey.parts_before(number);
         let mut holders = Vec::new();
+        let contents = &mut self.contents;
+        let number_of_process = u32::try_from(number).unwrap_or(u32::MAX);
         let mut at = 0;
         let read = self.reader.read_runs(&process.scoped.process, &runs, CONTENTS, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
@@ -236,6 +243,9 @@ impl Memory for ProcessMemory {
                     let part = part_of(&process.parts, view.page);
                     let part = part.and_then(|part| u32::try_from(parts_before + part).ok());
                     scanner.census.add_private(cell, run, part, digest);
+                    if let Some(contents) = contents {
+                        contents.add(digest, [number_of_process].into_iter());
+                    }
                 }
                 (PageState::Shared | PageState::Merged, Some(frame)) => {
                     survey.holders(frame, &mut holders);
@@ -244,6 +254,9 @@ impl Memory for ProcessMemory {
                         holders.push(cell);
                     }
                     scanner.census.add_shared(&holders, run, digest);
+                    if let Some(contents) = contents {
+                        contents.add(digest, holders.iter().map(|cell| survey.cells[index(*cell)].process));
+                    }
                 }
                 _ => {}
             }

@@ -16,7 +16,7 @@ use crate::config::ownership;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::history::{self, Moment};
-use crate::output::page;
+use crate::output::page::{self, Origin};
 use anyhow::Result;
 use html::Sources;
 use pagefold_host::scope::workload::workload_of;
@@ -196,7 +196,7 @@ fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
         moments: moments.as_deref().unwrap_or_default(),
         problem: moments.as_ref().err().map(String::as_str),
         since,
-        now: history::now(),
+        origin: Origin::here(),
     };
     page::write(file, &html::page(&sources))?;
     Ok(exit::OK)

@@ -1,6 +1,8 @@
 //! The parts that all web pages share: the frame, tables of memory, charts over time, and writing the file.
 
+use super::host_name;
 use crate::config::ownership;
+use crate::history::{now, utc};
 use anyhow::Result;
 use pagefold_engine::units::whole;
 use pagefold_text::exit::{self, Exit};
@@ -15,6 +17,32 @@ const STYLE: &str = include_str!("page.css");
 /// The whole page.
 pub fn page(title: &str, body: &str) -> String {
     html::page(title, STYLE, body)
+}
+
+/// Where and when a page was made.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    pub host: String,
+    /// Seconds since 1970.
+    pub time: u64,
+}
+
+impl Origin {
+    pub fn here() -> Self {
+        Self { host: host_name(), time: now() }
+    }
+
+    /// The line above a page's headline.
+    pub fn tag(&self, command: &str, scope: &str) -> String {
+        let scope = escape(scope);
+        let host = escape(&self.host);
+        format!("<p class=\"tag\">pagefold {command} <code>{scope}</code> on <b>{host}</b>, {}</p>\n", clock(self.time))
+    }
+}
+
+/// A time in seconds since 1970, for people.
+pub fn clock(seconds: u64) -> String {
+    utc(seconds).replace('T', " ").replace('Z', " UTC")
 }
 
 /// Writes a page to a file, which may exist already.
@@ -68,7 +96,7 @@ impl Chart {
         let _ = write!(
             html,
             "</ul>\n<div class=\"plot\"><svg viewBox=\"0 0 1000 100\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"{}\">",
-            escape(&self.title)
+            escape(&self.in_words())
         );
         for line in 0..=GRID {
             let y = 100 * line / GRID;
@@ -94,6 +122,19 @@ impl Chart {
             let _ = write!(html, "<span>{}</span>", escape(label));
         }
         html.push_str("</div></figure>\n");
+    }
+
+    /// The chart's figures, for people who don't see it.
+    fn in_words(&self) -> String {
+        let mut text = self.title.clone();
+        for curve in &self.curves {
+            let values: Vec<f64> = curve.points.iter().filter_map(|point| point.1).collect();
+            let Some(last) = values.last() else { continue };
+            let [least, most] = [f64::min, f64::max].map(|choose| values.iter().copied().fold(*last, choose));
+            let [least, most, last] = [least, most, *last].map(self.unit.write);
+            let _ = write!(text, "; {}: {least} to {most}, now {last}", curve.name);
+        }
+        text
     }
 
     fn path(&self, points: &[(f64, Option<f64>)], most: f64) -> String {
@@ -182,8 +223,49 @@ mod tests {
         let mut html = String::new();
         chart.draw(&mut html);
         assert!(html.contains("d=\"M0.0 100.00h0L500.0 0.00M1000.0 75.00h0\""), "{html}");
-        for text in ["&lt;t&gt;", "a &amp; b", "top:25%\">3 &lt;u&gt;", "<span>now</span>"] {
+        for text in [
+            "&lt;t&gt;",
+            "a &amp; b",
+            "top:25%\">3 &lt;u&gt;",
+            "<span>now</span>",
+            "a &amp; b: 0 &lt;u&gt; to 4 &lt;u&gt;, now 1 &lt;u&gt;\"",
+        ] {
             assert!(html.contains(text), "{text} in {html}");
+        }
+    }
+
+    /// The relative luminance of a colour of the style sheet (WCAG 2), in a theme.
+    fn luminance(theme: &str, name: &str) -> f64 {
+        let (_, rest) = theme.split_once(&format!("--{name}: #")).unwrap();
+        let digits: String = rest.chars().take_while(char::is_ascii_hexdigit).collect();
+        let digits = if digits.len() == 3 { digits.chars().flat_map(|digit| [digit, digit]).collect() } else { digits };
+        let mut sum = 0.0;
+        for (at, weight) in [(0, 0.2126), (2, 0.7152), (4, 0.0722)] {
+            let part = f64::from(u8::from_str_radix(&digits[at..at + 2], 16).unwrap()) / 255.0;
+            sum += weight * if part <= 0.04045 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) };
+        }
+        sum
+    }
+
+    #[test]
+    fn colours_differ_enough_in_both_themes() {
+        let themes: Vec<&str> = STYLE.lines().filter(|line| line.contains(":root")).collect();
+        assert_eq!(themes.len(), 2);
+        // Colours of the same brightness are parted by lines of the card's colour.
+        let mut pairs = vec![("zero", "rest", 3.0), ("within", "across", 3.0), ("within", "zero", 3.0)];
+        for layer in ["zero", "across", "fork"] {
+            pairs.extend([("merged", layer, 3.0), (layer, "rest", 3.0), (layer, "card", 3.0)]);
+        }
+        pairs.extend([("merged", "card", 3.0), ("within", "card", 3.0), ("warn", "card", 3.0)]);
+        for ground in ["card", "paper", "rest"] {
+            pairs.extend([("ink", ground, 4.5), ("dim", ground, 4.5)]);
+        }
+        for theme in themes {
+            for (one, other, least) in &pairs {
+                let (one_is, other_is) = (luminance(theme, one), luminance(theme, other));
+                let contrast = (one_is.max(other_is) + 0.05) / (one_is.min(other_is) + 0.05);
+                assert!(contrast >= *least, "{one} on {other}: {contrast:.2} in {theme}");
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::config::options::{Options, SKETCH_INTERVAL};
 use crate::config::ownership;
+use crate::output::host_name;
 use crate::place::Place;
 use pagefold_procmem::os::pressure::MemoryMonitor;
 use pagefold_sketch::FleetKey;
@@ -66,7 +67,7 @@ impl FleetSettings {
         };
         let host = match &self.host {
             Some(host) => host.clone(),
-            None => fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
+            None => host_name(),
         };
         let has_others = host.contains(|c: char| !c.is_ascii_alphanumeric() && !".-_".contains(c));
         if host.is_empty() || host.len() > HOST_BYTES || host.starts_with('.') || has_others {

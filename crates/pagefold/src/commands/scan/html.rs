@@ -2,9 +2,13 @@
 
 use super::map::{Map, Shares};
 use super::report::{ProcessRow, ScanReport, size, way_in};
-use crate::output::page::{escape, page as framed};
+use super::sharing::Matrix;
+use crate::output::page::{Origin, escape, page as framed};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
+use pagefold_engine::units::Pages;
 use pagefold_text::style::{count, human, percent};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// We show at most this many maps, of the processes with the most savable memory.
@@ -12,23 +16,16 @@ const MAPS_MOST: usize = 24;
 /// How many names of processes left out for the same reason we list.
 const NAMES_MOST: usize = 8;
 
-pub fn page(report: &ScanReport) -> String {
-    let mut html = String::new();
-    let _ = write!(
-        html,
-        "<p class=\"tag\">pagefold scan <code>{}</code></p>\n<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n",
-        escape(&report.scope),
-        escape(&report.headline()),
-        escape(&report.basis()),
-    );
+pub fn page(report: &ScanReport, origin: &Origin) -> String {
+    let mut html = origin.tag("scan", &report.scope);
+    let _ =
+        write!(html, "<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n", escape(&report.headline()), escape(&report.basis()),);
     whole(&mut html, report);
     maps(&mut html, report);
-    let rows = report.looked_at().map(|row| {
-        let exe = row.exe.as_deref().unwrap_or_default();
-        let name = format!("<td class=\"name\" title=\"{}\">{}</td>", escape(exe), escape(&row.name));
-        (format!("<td class=\"n\">{}</td>{name}", row.pid), row.figures)
-    });
-    table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", rows);
+    if let Some(matrix) = &report.matrix {
+        sharing(&mut html, matrix);
+    }
+    table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", equal_processes(report).into_iter());
     let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.figures));
     table(&mut html, "By kind of memory", "<th>Kind</th>", rows);
     if report.workloads.len() > 1 {
@@ -48,6 +45,65 @@ pub fn page(report: &ScanReport) -> String {
     framed("pagefold scan", &html)
 }
 
+/// The rows of processes. Those of the same program in the same workload are one row.
+fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
+    let mut groups: BTreeMap<_, Vec<&ProcessRow>> = BTreeMap::new();
+    for row in report.looked_at() {
+        groups.entry((&row.name, &row.exe, &row.workload)).or_default().push(row);
+    }
+    let mut rows = Vec::new();
+    for ((name, exe, _), group) in groups {
+        let mut figures = Figures::default();
+        group.iter().for_each(|row| figures += row.figures);
+        let pids: Vec<String> = group.iter().map(|row| row.pid.to_string()).collect();
+        let pid = if pids.len() == 1 { pids[0].clone() } else { format!("{} equal", pids.len()) };
+        let exe = exe.as_deref().unwrap_or_default();
+        let labels = format!(
+            "<td class=\"n\" title=\"{}\">{pid}</td><td class=\"name\" title=\"{}\">{}</td>",
+            pids.join(", "),
+            escape(exe),
+            escape(name)
+        );
+        rows.push((labels, figures));
+    }
+    rows.sort_by_key(|(_, figures)| Reverse(bytes_of(figures.savable)));
+    rows
+}
+
+/// Which workloads share with which.
+fn sharing(html: &mut String, matrix: &Matrix) {
+    if matrix.names.is_empty() {
+        return;
+    }
+    html.push_str(
+        "<h2>Who shares with whom</h2>\n<p class=\"dim\">Memory of the workload of a row that has a copy in the workload of a \
+         column; without zeros, and without what is merged already.",
+    );
+    if !matrix.exact {
+        html.push_str(" Not every page was read: figures are lower bounds, and ? is unknown.");
+    }
+    html.push_str("</p>\n<table class=\"matrix\"><thead><tr><th></th>");
+    for number in 1..=matrix.names.len() {
+        let _ = write!(html, "<th class=\"n\">{number}</th>");
+    }
+    html.push_str("</tr></thead><tbody>\n");
+    let most = matrix.pages.iter().flatten().flatten().max().copied().unwrap_or(0).max(1);
+    for (number, (name, row)) in (1..).zip(matrix.names.iter().zip(&matrix.pages)) {
+        let _ = write!(html, "<tr><th>{number} {}</th>", escape(name));
+        for pages in row {
+            let text = match pages {
+                None => "?".to_owned(),
+                Some(0) => "–".to_owned(),
+                Some(pages) => human(Pages(*pages).bytes().0),
+            };
+            let shade = 40.0 * pages.unwrap_or(0) as f64 / most as f64;
+            let _ = write!(html, "<td class=\"n\" style=\"--shade:{shade:.0}%\">{text}</td>");
+        }
+        html.push_str("</tr>\n");
+    }
+    html.push_str("</tbody></table>\n");
+}
+
 /// The bar that divides all memory, with a legend.
 fn whole(html: &mut String, report: &ScanReport) {
     let totals = &report.totals;
@@ -59,7 +115,12 @@ fn whole(html: &mut String, report: &ScanReport) {
         ("rest", "the rest", (totals.resident - savable).max(0.0)),
     ];
     let whole = totals.resident.max(1.0);
-    html.push_str("<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Shares of the memory\">");
+    let words: Vec<String> = parts.iter().map(|(_, what, pages)| format!("{what} {}", size(*pages))).collect();
+    let _ = write!(
+        html,
+        "<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"{}\">",
+        words.join(", ")
+    );
     let mut x = 0.0;
     for (class, _, pages) in parts {
         let width = 1000.0 * pages / whole;
@@ -131,13 +192,24 @@ const LAYERS: [Layer; 4] = [
     ("fork", "shared through fork", |shares| shares.fork_shared),
 ];
 
+/// The average height of each layer.
+fn shares_in_words(map: &Map) -> String {
+    let mut text = String::new();
+    for (_, what, of) in LAYERS {
+        let sum: f64 = map.parts.iter().map(of).sum();
+        let _ = write!(text, ", {} {what}", percent(sum, map.parts.len() as f64));
+    }
+    text
+}
+
 fn map(html: &mut String, name: &str, map: &Map) {
     let _ = write!(
         html,
         "<svg class=\"map\" viewBox=\"0 0 {} 100\" preserveAspectRatio=\"none\" shape-rendering=\"crispEdges\" role=\"img\" \
-         aria-label=\"Map of {}\">",
+         aria-label=\"Map of {}{}\">",
         map.parts.len(),
-        escape(name)
+        escape(name),
+        shares_in_words(map)
     );
     // We draw the top layer first, and the layers below it paint over it.
     for layers in (1..=LAYERS.len()).rev() {
@@ -172,19 +244,20 @@ fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = 
     let most = rows.iter().fold(1.0, |most: f64, (_, figures)| most.max(figures.resident));
     let _ = write!(
         html,
-        "<h2>{title}</h2>\n<div class=\"scroll\"><table><thead><tr>{head}<th class=\"n\">Holds</th><th class=\"n\">Zero</th>\
-         <th class=\"n\">Within</th><th class=\"n\">Across</th><th class=\"n\">Savable</th><th class=\"n\">Share</th><th></th></tr></thead><tbody>\n"
+        "<h2>{title}</h2>\n<div class=\"scroll\"><table><thead><tr>{head}<th class=\"n\">Holds</th>\
+         <th class=\"n wide\">Zero</th><th class=\"n wide\">Within</th><th class=\"n wide\">Across</th>\
+         <th class=\"n\">Savable</th><th class=\"n\">Share</th><th class=\"wide\"></th></tr></thead><tbody>\n"
     );
     for (labels, figures) in rows {
-        let _ = write!(html, "<tr>{labels}");
-        for pages in [figures.resident, figures.zero, figures.duplicate_within, figures.duplicate_across] {
+        let _ = write!(html, "<tr>{labels}<td class=\"n\">{}</td>", size(figures.resident));
+        for pages in [figures.zero, figures.duplicate_within, figures.duplicate_across] {
             let size = if bytes_of(pages) == 0 { "–".to_owned() } else { size(pages) };
-            let _ = write!(html, "<td class=\"n\">{size}</td>");
+            let _ = write!(html, "<td class=\"n wide\">{size}</td>");
         }
         let savable = figures.savable;
         let _ = writeln!(
             html,
-            "<td class=\"n\"><b>{}</b></td><td class=\"n\">{}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
+            "<td class=\"n\"><b>{}</b></td><td class=\"n\">{}</td><td class=\"bar wide\"><svg viewBox=\"0 0 100 10\" \
              preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"{:.2}\" height=\"10\"/>\
              <rect class=\"across\" width=\"{:.2}\" height=\"10\"/></svg></td></tr>",
             size(figures.savable),

@@ -1,6 +1,7 @@
 //! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
 use super::map::Map;
+use super::sharing::Matrix;
 use super::survey::{LeftOut, LeftOutByReason};
 use crate::output::placement::PlacementView;
 use pagefold_engine::sampling::census::{Cell, Figures, Findings, bytes_of};
@@ -47,6 +48,9 @@ pub struct ScanReport {
     /// The maps of the processes by pid, for the web page only.
     #[serde(skip)]
     pub maps: BTreeMap<i32, Map>,
+    /// Which workloads share with which, for the web page only.
+    #[serde(skip)]
+    pub matrix: Option<Matrix>,
 }
 
 #[derive(Clone, Debug, Default, Serialize)]
@@ -214,6 +218,7 @@ impl ScanReport {
             is_host: false,
             advised: None,
             maps: BTreeMap::new(),
+            matrix: None,
         }
     }
 

@@ -1,10 +1,10 @@
 //! `top` as one self-contained web page: the run's state, its savings over time, and its latest events.
 
 use super::activity;
-use super::state::{NO_WORKLOAD, by_workload, process_rows};
+use super::state::{NO_WORKLOAD, Row, by_workload, process_rows};
 use crate::commands::status::Status;
-use crate::history::{Moment, Point, points, utc};
-use crate::output::page::{Chart, Curve, Unit, escape, page as framed};
+use crate::history::{Moment, Point, points};
+use crate::output::page::{Chart, Curve, Origin, Unit, clock, escape, page as framed};
 use pagefold_engine::state::MemoryTotal;
 use pagefold_engine::units::Pages;
 use pagefold_text::figures::time;
@@ -25,8 +25,7 @@ pub struct Sources<'a> {
     /// Why there is no history.
     pub problem: Option<&'a str>,
     pub since: Duration,
-    /// Seconds since 1970.
-    pub now: u64,
+    pub origin: Origin,
 }
 
 pub fn page(sources: &Sources) -> String {
@@ -37,7 +36,8 @@ pub fn page(sources: &Sources) -> String {
             let when = last.map_or_else(String::new, |last| format!(" The last one was seen at {}.", clock(last.time)));
             let _ = writeln!(
                 html,
-                "<p class=\"tag\">pagefold top</p>\n<h1>No pagefold is running.</h1>\n<p class=\"dim\">{when}</p>"
+                "{}<h1>No pagefold is running.</h1>\n<p class=\"dim\">{when}</p>",
+                sources.origin.tag("top", "")
             );
         }
     }
@@ -51,22 +51,16 @@ pub fn page(sources: &Sources) -> String {
     framed("pagefold top", &html)
 }
 
-fn clock(seconds: u64) -> String {
-    utc(seconds).replace('T', " ").replace('Z', " UTC")
-}
-
 fn now(html: &mut String, status: &Status, sources: &Sources) {
     let verb = if status.run.dry_run { "found to be duplicate" } else { "saved" };
     let mechanism = status.run.merging();
     let (_, sentence) = activity::describe(status, &[]);
     let _ = write!(
         html,
-        "<p class=\"tag\">pagefold top <code>{}</code></p>\n<h1>{} {verb} in {}.</h1>\n\
-         <p class=\"dim\">{}, up {}, governor {}, {mechanism}. {}</p>\n<ul class=\"big\">",
-        escape(&status.run.scope),
+        "{}<h1>{} {verb} in {}.</h1>\n<p class=\"dim\">Up {}, governor {}, {mechanism}. {}</p>\n<ul class=\"big\">",
+        sources.origin.tag("top", &status.run.scope),
         status.result_bytes().map_or("An unknown amount".to_owned(), human),
         count(status.programs.processes.len(), "process", "processes"),
-        clock(sources.now),
         time(status.activity.seconds),
         status.activity.governor,
         escape(&sentence),
@@ -94,14 +88,14 @@ fn over_time(html: &mut String, sources: &Sources) {
         return;
     }
     let mut moments = sources.moments.to_vec();
-    moments.extend(sources.status.and_then(|status| Moment::of(status, sources.now)));
-    let points = points(&moments, sources.now);
+    moments.extend(sources.status.and_then(|status| Moment::of(status, sources.origin.time)));
+    let points = points(&moments, sources.origin.time);
     let Some(first) = points.first() else {
         html.push_str("<p class=\"dim\">The history has no entries from this time.</p>\n");
         return;
     };
-    let since = sources.since.as_secs().min(sources.now.saturating_sub(first.moment.time)).max(60);
-    let period = Period { now: sources.now, since };
+    let since = sources.since.as_secs().min(sources.origin.time.saturating_sub(first.moment.time)).max(60);
+    let period = Period { now: sources.origin.time, since };
     let marked = curve("fork", "marked", &points, |point| Some(point.moment.marked_bytes as f64));
     let expected = "expected to be merged, including the copies that stay";
     let expected = curve("merged", expected, &points, |point| Some(point.moment.expected_bytes as f64));
@@ -147,19 +141,18 @@ impl Period {
     }
 }
 
-const MEMORY_HEAD: &str =
-    "<th class=\"n\">Memory</th><th class=\"n\">Saved</th><th class=\"n\">Marked</th><th class=\"n\">Duplicate</th>";
+const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Saved</th><th class=\"n wide\">Marked</th><th class=\"n wide\">Duplicate</th>";
 
 fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
     let mut cells = String::new();
     let sizes = [
-        size(memory.resident_bytes),
-        saved_bytes.map_or("counting".to_owned(), size),
-        size(memory.marked_bytes),
-        size(memory.expected_bytes),
+        ("n", size(memory.resident_bytes)),
+        ("n", saved_bytes.map_or("counting".to_owned(), size)),
+        ("n wide", size(memory.marked_bytes)),
+        ("n wide", size(memory.expected_bytes)),
     ];
-    for size in sizes {
-        let _ = write!(cells, "<td class=\"n\">{size}</td>");
+    for (class, size) in sizes {
+        let _ = write!(cells, "<td class=\"{class}\">{size}</td>");
     }
     cells
 }
@@ -180,26 +173,54 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
         });
     }
     let head = format!("<th class=\"n\">PID</th><th>Program</th>{MEMORY_HEAD}<th>Belongs to</th>");
-    table(html, "By process", &head, &status.programs.processes, |row| {
-        let belongs = match &row.left_alone {
-            Some(why) => format!("left alone: {why}"),
-            None => workloads.get(&row.pid).cloned().unwrap_or_default(),
+    table(html, "By process", &head, &equal_processes(status, workloads), |row| {
+        let pid = match row.pid {
+            Some(pid) if row.processes == 1 => pid.to_string(),
+            _ => format!("{} equal", row.processes),
         };
         format!(
-            "<td class=\"n\">{}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
-            row.pid,
+            "<td class=\"n\">{pid}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
             escape(&row.name),
             memory_cells(&row.memory, row.saved_bytes),
-            escape(&belongs)
+            escape(&row.workload)
         )
     });
+}
+
+/// The rows of processes. Those of the same program in the same workload are one row.
+fn equal_processes(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for process in &status.programs.processes {
+        let workload = match &process.left_alone {
+            Some(why) => format!("left alone: {why}"),
+            None => workloads.get(&process.pid).cloned().unwrap_or_default(),
+        };
+        match rows.iter_mut().find(|row| row.name == process.name && row.workload == workload) {
+            Some(row) => {
+                row.processes += 1;
+                row.memory += process.memory;
+                row.saved_bytes = row.saved_bytes.zip(process.saved_bytes).map(|(sum, more)| sum + more);
+            }
+            None => rows.push(Row {
+                pid: Some(process.pid),
+                name: process.name.clone(),
+                workload,
+                processes: 1,
+                memory: process.memory,
+                saved_bytes: process.saved_bytes,
+                left_alone: None,
+            }),
+        }
+    }
+    rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.resident_bytes)));
+    rows
 }
 
 fn size(bytes: u64) -> String {
     if bytes == 0 { "–".to_owned() } else { human(bytes) }
 }
 
-fn table<Row>(html: &mut String, title: &str, head: &str, rows: &[Row], cells: impl Fn(&Row) -> String) {
+fn table<R>(html: &mut String, title: &str, head: &str, rows: &[R], cells: impl Fn(&R) -> String) {
     let _ = write!(html, "<h2>{title}</h2>\n<div class=\"scroll\"><table><thead><tr>{head}</tr></thead><tbody>\n");
     for row in rows.iter().take(ROWS_MOST) {
         let _ = writeln!(html, "<tr>{}</tr>", cells(row));
@@ -231,7 +252,7 @@ fn memory(html: &mut String, status: &Status) {
 }
 
 fn total_head(name: &str) -> String {
-    format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th></th>")
+    format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th class=\"wide\"></th>")
 }
 
 /// The cells for a part of all memory, with a bar.
@@ -239,7 +260,7 @@ fn total_cells(name: &str, resident: Pages, regions: usize, all_bytes: u64) -> S
     let bytes = resident.bytes().0;
     let width = 100.0 * bytes as f64 / all_bytes.max(1) as f64;
     format!(
-        "<td>{}</td><td class=\"n\">{}</td><td class=\"n\">{regions}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
+        "<td>{}</td><td class=\"n\">{}</td><td class=\"n\">{regions}</td><td class=\"bar wide\"><svg viewBox=\"0 0 100 10\" \
          preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"100\" height=\"10\"/><rect \
          class=\"across\" width=\"{width:.2}\" height=\"10\"/></svg></td>",
         escape(name),

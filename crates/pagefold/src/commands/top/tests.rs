@@ -7,6 +7,7 @@ use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
 use crate::golden::{self, NOW, Run};
 use crate::history::Moment;
+use crate::output::page::Origin;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -283,8 +284,9 @@ fn the_page_is_a_golden_file() {
     let (run, _) = watched();
     let (status, workloads, moments) = (run.status(), workloads(), moments());
     let since = Duration::from_secs(7_200);
+    let origin = Origin { host: "host1".to_owned(), time: NOW };
     let sources =
-        Sources { status: Some(&status), workloads: &workloads, moments: &moments, problem: None, since, now: NOW };
+        Sources { status: Some(&status), workloads: &workloads, moments: &moments, problem: None, since, origin };
     golden::check("top.html", &html::page(&sources));
     golden::check("top-ended.html", &html::page(&Sources { status: None, ..sources }));
 }

@@ -1,0 +1,130 @@
+//! Which workloads have pages of the same content, for the web page. Pages that are merged already aren't counted, since
+//! the scan reads one page of each merged frame only.
+
+use super::survey::Survey;
+use pagefold_engine::hash::Digest;
+use pagefold_engine::units::index;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// The most workloads that we show: so many columns fit a phone.
+const SHOWN: usize = 6;
+
+/// The contents that we've read, and who holds them.
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// The names of workloads, or of programs that belong to none.
+    names: Vec<String>,
+    /// Each process's workload.
+    workloads: Vec<u32>,
+    pages: Vec<(u64, u32)>,
+}
+
+/// The memory of each workload that has a copy in each workload.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Matrix {
+    pub names: Vec<String>,
+    /// Pages of the workload of a row whose content the workload of a column holds, too. On the diagonal, that it holds
+    /// several times. `None` if the sample has no such page: there may be some that we haven't read.
+    pub pages: Vec<Vec<Option<u64>>>,
+    /// Whether we've read every page. If not, there may be more shared pages than these.
+    pub exact: bool,
+}
+
+impl Contents {
+    pub fn new(survey: &Survey) -> Self {
+        let mut contents = Self::default();
+        let mut numbers = BTreeMap::new();
+        for process in &survey.processes {
+            let workload = process.scoped.workload();
+            let name = workload.map_or_else(|| process.scoped.name.clone(), |workload| workload.to_string());
+            let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
+            let number = *numbers.entry(name.clone()).or_insert_with(|| {
+                contents.names.push(name);
+                next
+            });
+            contents.workloads.push(number);
+        }
+        contents
+    }
+
+    /// Adds a frame that these processes map. Zeros are no copies of each other: the kernel has a page for them.
+    pub fn add(&mut self, digest: Digest, processes: impl Iterator<Item = u32>) {
+        if digest == Digest::ZERO {
+            return;
+        }
+        let mut holders: Vec<u32> = processes.map(|process| self.workloads[index(process)]).collect();
+        holders.sort_unstable();
+        holders.dedup();
+        self.pages.extend(holders.into_iter().map(|workload| (digest.0, workload)));
+    }
+
+    pub fn matrix(mut self, exact: bool) -> Matrix {
+        self.pages.sort_unstable();
+        self.pages = copied(self.pages);
+        let mut copies = vec![0_u64; self.names.len()];
+        for page in &self.pages {
+            copies[index(page.1)] += 1;
+        }
+        let mut shown: Vec<usize> = (0..copies.len()).filter(|&number| copies[number] > 0).collect();
+        shown.sort_by_key(|&number| Reverse(copies[number]));
+        shown.truncate(SHOWN);
+        let mut pages = vec![vec![0_u64; shown.len()]; shown.len()];
+        for same in self.pages.chunk_by(|one, other| one.0 == other.0) {
+            let mut held = vec![0_u64; shown.len()];
+            for page in same {
+                if let Some(at) = shown.iter().position(|&number| number == index(page.1)) {
+                    held[at] += 1;
+                }
+            }
+            for (row, &own) in held.iter().enumerate() {
+                for (column, &others) in held.iter().enumerate() {
+                    if others > u64::from(row == column) {
+                        pages[row][column] += own;
+                    }
+                }
+            }
+        }
+        let known = |pages: Vec<u64>| pages.into_iter().map(|pages| (exact || pages > 0).then_some(pages)).collect();
+        Matrix {
+            names: shown.iter().map(|&number| self.names[number].clone()).collect(),
+            pages: pages.into_iter().map(known).collect(),
+            exact,
+        }
+    }
+}
+
+/// The pages whose content there is more than once.
+fn copied(pages: Vec<(u64, u32)>) -> Vec<(u64, u32)> {
+    let mut copied = Vec::new();
+    for same in pages.chunk_by(|one, other| one.0 == other.0).filter(|same| same.len() > 1) {
+        copied.extend_from_slice(same);
+    }
+    copied
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_counts_wherever_its_content_is() {
+        let contents = || {
+            let names = ["web", "db", "idle"].map(str::to_owned).to_vec();
+            let mut contents = Contents { names, workloads: vec![0, 0, 1, 2], pages: Vec::new() };
+            // Web holds content 7 twice, in two frames; the database holds it once.
+            contents.add(Digest(7), [0].into_iter());
+            contents.add(Digest(7), [1].into_iter());
+            contents.add(Digest(7), [2].into_iter());
+            // Two processes of web share one frame.
+            contents.add(Digest(8), [0, 1].into_iter());
+            contents.add(Digest::ZERO, [0].into_iter());
+            contents.add(Digest::ZERO, [3].into_iter());
+            contents
+        };
+        let matrix = contents().matrix(true);
+        assert_eq!(matrix.names, ["web", "db"]);
+        assert_eq!(matrix.pages, [[Some(2), Some(2)], [Some(1), Some(0)]]);
+        assert_eq!(contents().matrix(false).pages[1], [Some(1), None], "not found is unknown");
+    }
+}
