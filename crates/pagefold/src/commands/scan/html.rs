@@ -18,8 +18,12 @@ const NAMES_MOST: usize = 8;
 
 pub fn page(report: &ScanReport, origin: &Origin) -> String {
     let mut html = origin.tag("scan", &report.scope);
-    let _ =
-        write!(html, "<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n", escape(&report.headline()), escape(&report.basis()),);
+    let _ = write!(
+        html,
+        "<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n",
+        escape(&report.headline()).replace(" %", "&nbsp;%"),
+        escape(&report.basis()),
+    );
     whole(&mut html, report);
     maps(&mut html, report);
     if let Some(matrix) = &report.matrix {
@@ -32,11 +36,11 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
         let rows = report.workloads.iter().map(|row| {
             let name = escape(&row.name);
             (
-                format!("<td class=\"name\" title=\"{name}\">{name}</td><td class=\"n\">{}</td>", row.processes),
+                format!("<td class=\"name\" title=\"{name}\">{name}</td><td class=\"n wide\">{}</td>", row.processes),
                 row.figures,
             )
         });
-        table(&mut html, "By workload", "<th>Workload</th><th class=\"n\">Processes</th>", rows);
+        table(&mut html, "By workload", "<th>Workload</th><th class=\"n wide\">Processes</th>", rows);
     }
     left_out(&mut html, report);
     if let Some(command) = report.next_step() {

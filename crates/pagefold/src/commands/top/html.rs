@@ -162,10 +162,10 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
     sums.retain(|sum| sum.workload != NO_WORKLOAD);
     sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.resident_bytes)));
     if !sums.is_empty() {
-        let head = format!("<th>Workload</th><th class=\"n\">Processes</th>{MEMORY_HEAD}");
+        let head = format!("<th>Workload</th><th class=\"n wide\">Processes</th>{MEMORY_HEAD}");
         table(html, "By workload", &head, &sums, |sum| {
             format!(
-                "<td class=\"name\">{}</td><td class=\"n\">{}</td>{}",
+                "<td class=\"name\">{}</td><td class=\"n wide\">{}</td>{}",
                 escape(&sum.workload),
                 sum.processes,
                 memory_cells(&sum.memory, sum.saved_bytes)
