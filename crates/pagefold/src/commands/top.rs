@@ -16,6 +16,7 @@ use crate::config::ownership;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::history::{self, Moment};
+use crate::output::host_name;
 use crate::output::page::{self, Origin};
 use anyhow::Result;
 use html::Sources;
@@ -109,6 +110,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     top.history = moments;
     top.since = since;
     top.now = history::now();
+    top.host = host_name();
     if args.since.is_some() {
         top.view = View::History;
     }

@@ -4,6 +4,7 @@ use super::activity::{self, Mood};
 use super::over_time;
 use super::state::{Point, Rows, Sort, Top, View};
 use crate::commands::status::{Status, saved_size, size};
+use crate::output::page::clock;
 use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::units::Pages;
@@ -21,17 +22,19 @@ const SMALLEST: (u16, u16) = (40, 12);
 /// Columns of the bars at the top.
 const BAR: usize = 24;
 const CURVE_ROWS: u16 = 3;
+/// Columns of the bar in a row.
+const ROW_BAR: u16 = 10;
 
 const HELP: [(&str, &str); 15] = [
-    ("Up Down PgUp PgDn Home End", "choose a row"),
-    ("Enter", "show the process region by region, with the reason and the next step of each"),
+    ("Arrows, Page, End", "choose a row"),
+    ("Enter", "a process region by region, with reason and next step; a workload's processes"),
     ("Esc", "go back; clear the filter"),
-    ("Tab, F2", "kinds of memory, levels of the ladder, and what happens next; and back"),
+    ("Tab, F2", "kinds of memory, levels of the ladder, and next steps; and back"),
     ("o, F3", "the savings over time, from the history; and back"),
-    ("e, F7", "the daemon's latest actions; and back"),
     ("/, F4", "show only rows with this text in the name, the workload or the pid"),
     ("t, F5", "a row for each process, or for each workload (VM, container, pod, systemd unit)"),
     ("> <, F6", "sort by the next column, or the previous one"),
+    ("e, F7", "the daemon's latest actions; and back"),
     ("I", "reverse the order"),
     ("h, ?, F1", "this help"),
     ("q, F10, Ctrl-C", "quit; the daemon keeps running"),
@@ -39,6 +42,11 @@ const HELP: [(&str, &str); 15] = [
     ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
     ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
 ];
+/// Columns of the keys in the help.
+const KEYS: usize = 19;
+/// From this width on, we show the latest events beside the programs.
+const WIDE: u16 = 160;
+const EVENTS: u16 = 64;
 
 /// Chooses styles. Without colour they're plain.
 #[derive(Clone, Copy)]
@@ -54,7 +62,8 @@ impl Look {
     }
 
     pub fn warn(self) -> Style {
-        self.of(Color::Yellow)
+        // Yellow can't be read on white, nor blue on black.
+        self.of(Color::Magenta)
     }
 
     pub fn dim() -> Style {
@@ -69,7 +78,7 @@ impl Look {
         match kind {
             Kind::StaticallyDuplicated => self.good(),
             Kind::CowBroken | Kind::ShortLived => self.warn(),
-            Kind::Sparse => self.of(Color::Blue),
+            Kind::Sparse => self.of(Color::Cyan),
             Kind::Unknown => Self::dim(),
         }
     }
@@ -85,8 +94,10 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
     let heights = [Constraint::Length(1), Constraint::Length(8), Constraint::Min(3), Constraint::Length(1)];
     let [title, figures, body, keys] = Layout::vertical(heights).areas(area);
     if let Some(status) = &top.status {
-        frame.render_widget(heading(status, title.width).style(Look::chosen()), title);
-        draw_figures(frame, figures, status, top, look);
+        frame.render_widget(heading(top, status, title.width).style(Look::chosen()), title);
+        if top.view != View::Help {
+            draw_figures(frame, figures, status, top, look);
+        }
     } else if let Some(problem) = &top.problem {
         frame.render_widget(
             Line::styled(format!("{:<width$}", " pagefold", width = title.width.into()), Look::chosen()),
@@ -95,24 +106,36 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
         say(frame, figures, problem, look.warn());
     }
     match top.view {
+        View::Programs if body.width >= WIDE => {
+            let [left, right] = Layout::horizontal([Constraint::Min(1), Constraint::Length(EVENTS)]).areas(body);
+            programs(frame, left, top, look);
+            events(frame, right, top);
+        }
         View::Programs => programs(frame, body, top, look),
         View::Memory => memory(frame, body, top, look),
         View::History => over_time::draw(frame, body, top, look),
         View::Events => events(frame, body, top),
         View::Process(_) => process(frame, body, top, look),
-        View::Help => help(frame, body),
+        View::Help => help(frame, figures.union(body)),
     }
-    frame.render_widget(key_bar(top), keys);
+    frame.render_widget(key_bar(top, keys.width), keys);
 }
 
-fn heading(status: &Status, width: u16) -> Line<'static> {
+fn heading(top: &Top, status: &Status, width: u16) -> Line<'static> {
     let mechanism = status.run.merging();
     let governor = match status.activity.governor {
         Governor::Auto => format!("governor auto, now {}", status.activity.in_force),
         governor => format!("governor {governor}"),
     };
     let text = format!(" pagefold   up {}   {mechanism}   {governor}", time(status.activity.seconds));
-    Line::raw(format!("{:<width$}", shorten(&text, width.into()), width = width.into()))
+    let clock = clock(top.now);
+    let right = format!("{}  {} ", shorten(&top.host, 20), clock.split_once(' ').map_or("", |(_, time)| time));
+    let width = usize::from(width);
+    let room = width.saturating_sub(right.chars().count() + 1);
+    if room < text.chars().count().min(width / 2) {
+        return Line::raw(format!("{:<width$}", shorten(&text, width)));
+    }
+    Line::raw(format!("{:<room$} {right}", shorten(&text, room)))
 }
 
 fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look: Look) {
@@ -224,6 +247,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         Column { title: Cell::new(name), width: Constraint::Length(name_width), from_width: 0 },
         figure(Sort::Memory, "MEMORY", 9, 47),
         figure(Sort::Saved, "SAVED", 9, 0),
+        Column { title: Cell::new(""), width: Constraint::Length(ROW_BAR), from_width: 96 },
         figure(Sort::Marked, "MARKED", 9, 78),
         figure(Sort::Duplicate, "DUPLICATE", 11, 68),
         Column {
@@ -233,7 +257,9 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         },
     ];
     let mut rows = Vec::new();
-    for row in top.rows() {
+    let all = top.rows();
+    let most = all.iter().filter_map(|row| row.saved_bytes).max().unwrap_or(0).max(1) as f64;
+    for row in all {
         let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
         let last = match (row.left_alone, row.pid) {
             (Some(why), _) => Cell::new(format!("left alone: {}", printable(why.as_bytes()))).style(Look::dim()),
@@ -245,6 +271,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             Cell::new(printable(row.name.as_bytes())),
             right(size(row.memory.resident_bytes)),
             right(saved_size(row.saved_bytes)).style(look.good()),
+            Cell::new(bar(row.saved_bytes.unwrap_or(0) as f64 / most, ROW_BAR.into())).style(look.good()),
             right(size(row.memory.marked_bytes)),
             right(size(row.memory.expected_bytes)),
             last,
@@ -278,29 +305,33 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let Some(status) = &top.status else { return };
     let all = status.memory.resident_bytes;
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let mut lines = vec![Line::styled(" KIND                      MEMORY   SHARE  REGIONS", bold)];
+    // The name is shortened rather than figures.
+    let name_width = usize::from(area.width).saturating_sub(30).clamp(8, 22);
+    let head = format!(" {:<name_width$}    MEMORY   SHARE  REGIONS", "KIND");
+    let mut lines = vec![Line::styled(head, bold)];
     for row in &status.totals.kinds {
-        lines.push(total(&row.kind.to_string(), row.resident, row.regions, all, look.kind(row.kind)));
+        lines.push(total(name_width, &row.kind.to_string(), row.resident, row.regions, all, look.kind(row.kind)));
     }
     lines.push(Line::styled(" LEVEL OF THE LADDER", bold));
     for row in &status.totals.levels {
         let name = format!("{}, up to {} CPU", row.level, percent(row.share.fraction(), 1.0));
-        lines.push(total(&name, row.resident, row.regions, all, look.of(Color::Blue)));
+        lines.push(total(name_width, &name, row.resident, row.regions, all, look.of(Color::Cyan)));
     }
     lines.push(Line::styled(" WHAT HAPPENS NEXT", bold));
     for row in &status.totals.next {
         let when = row.soonest_seconds.map_or(String::new(), |seconds| format!(", first in {}", time(seconds)));
         let name = format!("{}{when}", row.verb);
-        lines.push(total(&name, row.resident, row.regions, all, look.of(Color::Cyan)));
+        lines.push(total(name_width, &name, row.resident, row.regions, all, look.of(Color::Cyan)));
     }
     frame.render_widget(Paragraph::new(lines), area);
 }
 
 /// A line of a table: a part of all memory.
-fn total(name: &str, resident: Pages, regions: usize, all_bytes: u64, style: Style) -> Line<'static> {
+fn total(width: usize, name: &str, resident: Pages, regions: usize, all_bytes: u64, style: Style) -> Line<'static> {
     let bytes = resident.bytes().0;
     let share = bytes as f64 / all_bytes.max(1) as f64;
-    let figures = format!(" {name:<22} {:>9} {:>7} {regions:>8}  ", size(bytes), percent(share, 1.0));
+    let name = shorten(name, width);
+    let figures = format!(" {name:<width$} {:>9} {:>7} {regions:>8}  ", size(bytes), percent(share, 1.0));
     Line::from(vec![Span::raw(figures), Span::styled(bar(share, BAR), style)])
 }
 
@@ -383,26 +414,45 @@ fn events(frame: &mut Frame, area: Rect, top: &Top) {
 }
 
 fn help(frame: &mut Frame, area: Rect) {
-    let lines = HELP.map(|(keys, what)| Line::raw(format!(" {keys:<27}{what}")));
-    frame.render_widget(Paragraph::new(lines.to_vec()), area);
+    let width = usize::from(area.width).saturating_sub(KEYS + 1).max(8);
+    let mut lines = Vec::new();
+    for (keys, what) in HELP {
+        for (at, part) in wrap(what, width).into_iter().enumerate() {
+            lines.push(Line::raw(format!(" {:<KEYS$}{part}", if at == 0 { keys } else { "" })));
+        }
+    }
+    frame.render_widget(Paragraph::new(lines), area);
 }
 
-fn key_bar(top: &Top) -> Line<'static> {
+/// The keys that fit.
+fn key_bar(top: &Top, width: u16) -> Line<'static> {
     if top.typing {
         return Line::raw(format!("Show only: {}▏  (Enter: keep, Esc: all)", printable(top.filter.as_bytes())));
     }
+    let mut spans = Vec::new();
+    if !top.filter.is_empty() {
+        spans.push(Span::raw(format!("only: {} ", shorten(&printable(top.filter.as_bytes()), 20))));
+    }
     let rows = if top.rows_are == Rows::Process { "Workloads" } else { "Processes" };
     let view = if top.view == View::Programs { "Memory" } else { "Programs" };
-    let keys = [("F1", "Help"), ("F2", view), ("F4", "Filter"), ("F5", rows), ("F6", "Sort"), ("F10", "Quit")];
-    let mut spans = Vec::new();
-    for (key, what) in keys {
+    for (key, what) in [
+        ("F1", "Help"),
+        ("F10", "Quit"),
+        ("F2", view),
+        ("F3", "History"),
+        ("F4", "Filter"),
+        ("F5", rows),
+        ("F6", "Sort"),
+        ("F7", "Events"),
+        ("Enter", "Why"),
+    ] {
+        let used: usize = spans.iter().map(Span::width).sum();
+        if used + key.len() + what.len() > width.into() {
+            break;
+        }
         spans.push(Span::raw(key));
-        spans.push(Span::styled(format!("{what:<9}"), Look::chosen()));
+        spans.push(Span::styled(what, Look::chosen()));
+        spans.push(Span::raw(" "));
     }
-    spans.push(Span::raw(if top.filter.is_empty() {
-        " Enter: why".to_owned()
-    } else {
-        format!(" only: {}", printable(top.filter.as_bytes()))
-    }));
     Line::from(spans)
 }

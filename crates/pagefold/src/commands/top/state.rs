@@ -88,6 +88,7 @@ pub struct Row {
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Top {
     pub colour: bool,
+    pub host: String,
     /// When the last answer came, seconds since 1970.
     pub now: u64,
     pub status: Option<Status>,
@@ -119,6 +120,7 @@ impl Top {
     pub fn new(colour: bool) -> Self {
         Self {
             colour,
+            host: String::new(),
             now: 0,
             status: None,
             problem: None,
@@ -235,13 +237,7 @@ impl Top {
             KeyCode::Char('>' | '.') | KeyCode::F(6) => self.sort_by(1),
             KeyCode::Char('<' | ',') => self.sort_by(Sort::ALL.len() - 1),
             KeyCode::Char('I') => self.reversed = !self.reversed,
-            KeyCode::Enter if self.view == View::Programs => {
-                if let Some(Row { pid: Some(pid), .. }) = self.selected() {
-                    self.view = View::Process(pid);
-                    self.explanation = None;
-                    self.regions.select(Some(0));
-                }
-            }
+            KeyCode::Enter if self.view == View::Programs => self.open(),
             KeyCode::Up | KeyCode::Char('k') => self.move_by(-1),
             KeyCode::Down | KeyCode::Char('j') => self.move_by(1),
             KeyCode::PageUp => self.move_by(-PAGE),
@@ -249,6 +245,20 @@ impl Top {
             KeyCode::Home => self.move_by(isize::MIN),
             KeyCode::End => self.move_by(isize::MAX),
             _ => {}
+        }
+    }
+
+    /// Opens the chosen row.
+    fn open(&mut self) {
+        let Some(row) = self.selected() else { return };
+        if let Some(pid) = row.pid {
+            self.view = View::Process(pid);
+            self.explanation = None;
+            self.regions.select(Some(0));
+        } else if row.workload != NO_WORKLOAD {
+            self.rows_are = Rows::Process;
+            self.filter = row.workload;
+            self.table.select(Some(0));
         }
     }
 

@@ -7,12 +7,14 @@ use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
 use crate::golden::{self, NOW, Run};
 use crate::history::Moment;
-use crate::output::page::Origin;
+use crate::output::page::{Origin, escape};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::style::{Color, Modifier};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Duration;
 
 fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
@@ -111,8 +113,9 @@ fn rows_are_sorted_filtered_and_summed_up() {
         (Rows::Workload, "vm web-1", 2, 600 << 20)
     );
     press(&mut top, &[KeyCode::Enter]);
-    assert_eq!(top.view, View::Programs, "a workload has no regions");
-    press(&mut top, &[KeyCode::Esc]);
+    assert_eq!((top.view, top.rows_are), (View::Programs, Rows::Process), "a workload has no regions");
+    assert_eq!((top.filter.as_str(), top.rows().len()), ("vm web-1", 2), "but processes");
+    press(&mut top, &[KeyCode::Char('t'), KeyCode::Esc]);
     assert_eq!(top.rows().len(), 3);
 }
 
@@ -266,6 +269,7 @@ fn every_view_has_its_golden_screens() {
             ("help", &[KeyCode::Char('h')]),
         ] {
             let mut top = Top::new(false);
+            top.host = "host1".to_owned();
             top.history = Ok(moments());
             top.update(answer(before.clone()));
             top.update(answer(run.status()));
@@ -277,6 +281,73 @@ fn every_view_has_its_golden_screens() {
         }
         golden::check(&format!("top-{}x{}.txt", size.0, size.1), &screens.concat());
     }
+}
+
+/// The rows of a table and the columns of a line of 14 pixels in a picture.
+const CELL: (u16, u16) = (8, 17);
+
+/// A screen as a picture (SVG).
+fn picture(top: &mut Top, (width, height): (u16, u16)) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw(frame, top)).unwrap();
+    let buffer = terminal.backend().buffer();
+    let (right, bottom) = (width * CELL.0 + 16, height * CELL.1 + 16);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {right} {bottom}\" font-family=\"monospace\" font-size=\"13\">\n\
+         <title>pagefold top</title>\n<rect width=\"{right}\" height=\"{bottom}\" rx=\"6\" fill=\"#14171c\"/>\n"
+    );
+    for y in 0..height {
+        let mut x = 0;
+        while x < width {
+            let style = buffer[(x, y)].style();
+            let mut text = String::new();
+            let first = x;
+            while x < width && buffer[(x, y)].style() == style {
+                text += buffer[(x, y)].symbol();
+                x += 1;
+            }
+            let reversed = style.add_modifier.contains(Modifier::REVERSED);
+            let colour = match style.fg {
+                Some(Color::Green) => "#4fb588",
+                Some(Color::Cyan) => "#5fc3cf",
+                Some(Color::Magenta) => "#d79be0",
+                _ if style.add_modifier.contains(Modifier::DIM) => "#98a2b3",
+                _ => "#e6e9ef",
+            };
+            let (left, top, long) = (8 + first * CELL.0, 8 + y * CELL.1, (x - first) * CELL.0);
+            if reversed {
+                let high = CELL.1;
+                svg +=
+                    &format!("<rect x=\"{left}\" y=\"{top}\" width=\"{long}\" height=\"{high}\" fill=\"{colour}\"/>\n");
+            }
+            if text.trim().is_empty() {
+                continue;
+            }
+            let fill = if reversed { "#14171c" } else { colour };
+            svg += &format!(
+                "<text x=\"{left}\" y=\"{}\" textLength=\"{long}\" xml:space=\"preserve\" fill=\"{fill}\">{}</text>\n",
+                top + 13,
+                escape(&text)
+            );
+        }
+    }
+    svg + "</svg>\n"
+}
+
+/// README shows it.
+#[test]
+fn the_picture_of_the_readme_is_the_screen() {
+    let (run, before) = watched();
+    let mut top = Top::new(true);
+    top.host = "host1".to_owned();
+    let answer =
+        |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
+    top.update(answer(before));
+    top.update(answer(run.status()));
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/top.svg");
+    pagefold_testkit::golden::check(&file, &picture(&mut top, (100, 22)));
+    let readme = std::fs::read_to_string(file.with_file_name("../README.md")).unwrap();
+    assert!(readme.contains("](docs/top.svg)"));
 }
 
 #[test]
