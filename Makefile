@@ -190,7 +190,7 @@ install-program:
 install-files: install-program
 	install -D -m 644 -t $(DESTDIR)$(UNITS) packaging/systemd/*
 	sed -i 's,/usr/local/bin/,$(PREFIX)/bin/,' $(patsubst packaging/systemd/%,$(DESTDIR)$(UNITS)/%,$(wildcard packaging/systemd/*))
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold README.md CHANGELOG.md docs/*.md docs/*.svg
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold README.md SECURITY.md CHANGELOG.md docs/*.md docs/*.svg
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold/examples/prometheus packaging/prometheus/*
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold/examples/grafana packaging/grafana/*
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \

@@ -63,8 +63,8 @@ pub const TABLES: [Table; 3] = [
                 "KSM's settings as they were before, restored at the end of a run or by the next one",
             ),
             (
-                "/var/lib/pagefold/history, /var/lib/pagefold/learned.json",
-                "The service's savings over time; what it has learned about memory",
+                "/var/lib/pagefold/history, /var/lib/pagefold/learned.json, /var/lib/pagefold/kept-out.json",
+                "The service's savings over time; what it has learned about memory; what's excluded",
             ),
         ],
     ),
