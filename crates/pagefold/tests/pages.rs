@@ -42,7 +42,17 @@ fn a_browser_shows_the_page_of_a_scan() {
     let file = dir.path().join("scan.html");
     succeed(&with_pids(&["scan"], &pids, &["--html", file.to_str().unwrap()]));
     let document = browser.document(&file);
-    let parts = ["could be saved.</h1>", "Where it is", "merged already", "pagefold run --pid", NAME, "Left out"];
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let parts = [
+        &*format!("on <b>{}</b>, 20", host.trim()),
+        "Who shares with whom",
+        "could be saved.</h1>",
+        "Where it is",
+        "merged already",
+        "pagefold run --pid",
+        NAME,
+        "Left out",
+    ];
     assert_has(&document, &parts);
     let maps = document.matches("<svg class=\"map\"").count();
     assert_eq!((maps, document.matches("anonymous</span>").count() >= 3), (3, true), "{document}");

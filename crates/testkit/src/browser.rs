@@ -53,11 +53,13 @@ impl Browser {
     pub fn pictures(&self, page: &Path) {
         let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
         let name = page.file_stem().unwrap().to_str().unwrap();
-        for (size, scheme) in [("1280,1600", "1"), ("1280,1600", "0"), ("500,2200", "1")] {
-            let file = format!("{name}-{}-{scheme}.png", size.split(',').next().unwrap());
+        let widths = [400, 800, 1400];
+        for (width, scheme) in widths.into_iter().flat_map(|width| [(width, 0), (width, 1)]) {
+            let file = format!("{name}-{width}-{scheme}.png");
             let file = kept.as_deref().unwrap_or(self.dir.path()).join(file);
             let scheme = format!("--blink-settings=preferredColorScheme={scheme}");
-            let (size, shot) = (format!("--window-size={size}"), format!("--screenshot={}", file.display()));
+            let size = format!("--window-size={width},2200");
+            let shot = format!("--screenshot={}", file.display());
             self.open(page, &[&size, &scheme, &shot]);
             // An empty page of one colour takes a few kilobytes.
             assert!(fs::metadata(&file).unwrap().len() > 30_000, "{}", file.display());

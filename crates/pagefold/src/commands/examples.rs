@@ -42,6 +42,8 @@ Examples:
       What is saved now; h shows all keys
   pagefold top --since 2h
       Begin with the savings of the last two hours
+  pagefold top --once
+      The programs as text, for a script
   pagefold top --html top.html
       A web page about the last day";
 

@@ -22,9 +22,9 @@ use anyhow::Result;
 use html::Sources;
 use pagefold_host::scope::workload::workload_of;
 use pagefold_text::exit::{self, Exit};
-use pagefold_text::style::colours;
+use pagefold_text::style::{self, Lines, colours};
 use ratatui::Terminal;
-use ratatui::backend::CrosstermBackend;
+use ratatui::backend::{CrosstermBackend, TestBackend};
 use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use ratatui::crossterm::execute;
@@ -42,6 +42,8 @@ use std::time::{Duration, Instant};
 
 /// How often we ask the daemon.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// The most programs that `--once` prints.
+const ROWS_MOST: u16 = 1_000;
 /// How long we wait for a key before we look for an answer from the daemon.
 const POLL: Duration = Duration::from_millis(100);
 
@@ -63,6 +65,9 @@ pub struct TopArgs {
     /// Write a self-contained web page about the last day (or the time of --since) to this file, and exit
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Print the programs once, as text of 80 columns (or of COLUMNS), and exit
+    #[arg(long, conflicts_with_all = ["html", "since"])]
+    pub once: bool,
 }
 
 /// The history, or why there is none.
@@ -84,8 +89,12 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     if let Some(file) = &args.html {
         return write_page(args, file);
     }
+    if args.once {
+        style::print(&print_once(ask(&Request::Status)?))?;
+        return Ok(exit::OK);
+    }
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
-        let message = "top needs a terminal; without one, use pagefold status, or pagefold status --json";
+        let message = "top needs a terminal; without one, use pagefold top --once, or pagefold status";
         return Err(Exit::new(exit::USAGE, message).into());
     }
     // If there's no daemon, or it doesn't answer this user, we say so before we take over the screen.
@@ -117,6 +126,31 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     let result = show(top, &answers, &explained);
     drop(screen);
     result.map(|()| exit::OK)
+}
+
+/// The screen of a terminal that has room for all programs.
+fn print_once(status: Status) -> String {
+    let mut top = Top::new(false);
+    top.host = host_name();
+    let rows = u16::try_from(status.programs.processes.len()).unwrap_or(ROWS_MOST).min(ROWS_MOST);
+    let workloads = workloads(Some(&status));
+    top.update(Answer { time: history::now(), status: Ok(status), workloads, explanation: None, history: None });
+    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
+    screen(&mut top, (columns.clamp(40, 500), rows + 11))
+}
+
+/// The screen as text.
+fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
+    let mut text = String::new();
+    // Nothing can fail in memory.
+    let Ok(mut terminal) = Terminal::new(TestBackend::new(width, height)) else { return text };
+    let _ = terminal.draw(|frame| draw::draw(frame, top));
+    let buffer = terminal.backend().buffer();
+    for y in 0..height {
+        let row: String = (0..width).map(|x| buffer[(x, y)].symbol()).collect();
+        text.line(row);
+    }
+    text
 }
 
 /// Ends the program on a signal. This needs a thread: once the terminal is gone, crossterm keeps reading it forever.

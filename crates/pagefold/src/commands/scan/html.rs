@@ -76,7 +76,7 @@ fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
 
 /// Which workloads share with which.
 fn sharing(html: &mut String, matrix: &Matrix) {
-    if matrix.names.is_empty() {
+    if matrix.names.len() < 2 {
         return;
     }
     html.push_str(

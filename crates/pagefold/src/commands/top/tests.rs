@@ -1,8 +1,8 @@
-use super::Answer;
 use super::activity::{Mood, describe};
 use super::draw::draw;
 use super::html::{self, Sources};
 use super::state::{Point, Rows, Sort, Top, View};
+use super::{Answer, print_once, screen};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
 use crate::golden::{self, NOW, Run};
@@ -76,14 +76,6 @@ fn press(top: &mut Top, keys: &[KeyCode]) {
     for &key in keys {
         top.key(KeyEvent::new(key, KeyModifiers::NONE));
     }
-}
-
-fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
-    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw(frame, top)).unwrap();
-    let buffer = terminal.backend().buffer();
-    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned() + "\n";
-    (0..height).map(row).collect()
 }
 
 const NORMAL: (u16, u16) = (80, 24);
@@ -221,6 +213,13 @@ fn the_history_is_a_chart_up_to_the_present() {
     assert!(text.chars().filter(|letter| ('\u{2801}'..='\u{28ff}').contains(letter)).count() >= 3, "{text}");
     top.update(Answer { history: Some(Err("/h: is a directory".into())), ..answer(status(13.0, 250, true)) });
     assert!(screen(&mut top, NORMAL).contains("There is no history: /h: is a directory"));
+}
+
+#[test]
+fn all_programs_are_printed_once() {
+    let text = print_once(serde_json::from_value(status(10.0, 100, true)).unwrap());
+    assert_eq!(text.lines().filter(|line| line.contains("redis-server")).count(), 2, "{text}");
+    assert!(text.contains("F1Help") && text.lines().all(|line| line.chars().count() <= 80), "{text}");
 }
 
 /// A run that has been going for a while, and its status a minute ago.
