@@ -45,7 +45,6 @@ fn a_browser_shows_the_page_of_a_scan() {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let parts = [
         &*format!("on <b>{}</b>, 20", host.trim()),
-        "Who shares with whom",
         "could be saved.</h1>",
         "Where it is",
         "merged already",

@@ -194,10 +194,7 @@ pub fn run(args: &StatusArgs) -> Result<u8> {
             output::print(args.json, &status, |style| describe(&status, style))?;
             return Ok(exit::OK);
         }
-        let text = match args.json {
-            true => style::json_line(&status)?,
-            false => describe(&status, Style::of_stdout()),
-        };
+        let text = if args.json { style::json_line(&status)? } else { describe(&status, Style::of_stdout()) };
         if io::stdout().is_terminal() && !args.json {
             style::draw(CLEAR)?;
         }

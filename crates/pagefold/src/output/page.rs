@@ -129,10 +129,11 @@ impl Chart {
         let mut text = self.title.clone();
         for curve in &self.curves {
             let values: Vec<f64> = curve.points.iter().filter_map(|point| point.1).collect();
-            let Some(last) = values.last() else { continue };
-            let [least, most] = [f64::min, f64::max].map(|choose| values.iter().copied().fold(*last, choose));
-            let [least, most, last] = [least, most, *last].map(self.unit.write);
-            let _ = write!(text, "; {}: {least} to {most}, now {last}", curve.name);
+            let Some(&now) = values.last() else { continue };
+            let lowest = values.iter().copied().fold(now, f64::min);
+            let highest = values.iter().copied().fold(now, f64::max);
+            let [lowest, highest, now] = [lowest, highest, now].map(self.unit.write);
+            let _ = write!(text, "; {}: {lowest} to {highest}, now {now}", curve.name);
         }
         text
     }

@@ -58,7 +58,9 @@ fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
     let mut rows = Vec::new();
     for ((name, exe, _), group) in groups {
         let mut figures = Figures::default();
-        group.iter().for_each(|row| figures += row.figures);
+        for row in &group {
+            figures += row.figures;
+        }
         let pids: Vec<String> = group.iter().map(|row| row.pid.to_string()).collect();
         let pid = if pids.len() == 1 { pids[0].clone() } else { format!("{} equal", pids.len()) };
         let exe = exe.as_deref().unwrap_or_default();

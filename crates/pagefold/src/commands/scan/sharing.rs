@@ -61,7 +61,7 @@ impl Contents {
 
     pub fn matrix(mut self, exact: bool) -> Matrix {
         self.pages.sort_unstable();
-        self.pages = copied(self.pages);
+        self.pages = copied(&self.pages);
         let mut copies = vec![0_u64; self.names.len()];
         for page in &self.pages {
             copies[index(page.1)] += 1;
@@ -95,7 +95,7 @@ impl Contents {
 }
 
 /// The pages whose content there is more than once.
-fn copied(pages: Vec<(u64, u32)>) -> Vec<(u64, u32)> {
+fn copied(pages: &[(u64, u32)]) -> Vec<(u64, u32)> {
     let mut copied = Vec::new();
     for same in pages.chunk_by(|one, other| one.0 == other.0).filter(|same| same.len() > 1) {
         copied.extend_from_slice(same);

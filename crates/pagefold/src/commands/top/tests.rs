@@ -14,6 +14,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::{Color, Modifier};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -282,7 +283,7 @@ fn every_view_has_its_golden_screens() {
     }
 }
 
-/// The rows of a table and the columns of a line of 14 pixels in a picture.
+/// The width and height of a character in the picture, pixels.
 const CELL: (u16, u16) = (8, 17);
 
 /// A screen as a picture (SVG).
@@ -316,15 +317,18 @@ fn picture(top: &mut Top, (width, height): (u16, u16)) -> String {
             let (left, top, long) = (8 + first * CELL.0, 8 + y * CELL.1, (x - first) * CELL.0);
             if reversed {
                 let high = CELL.1;
-                svg +=
-                    &format!("<rect x=\"{left}\" y=\"{top}\" width=\"{long}\" height=\"{high}\" fill=\"{colour}\"/>\n");
+                let _ = writeln!(
+                    svg,
+                    "<rect x=\"{left}\" y=\"{top}\" width=\"{long}\" height=\"{high}\" fill=\"{colour}\"/>"
+                );
             }
             if text.trim().is_empty() {
                 continue;
             }
             let fill = if reversed { "#14171c" } else { colour };
-            svg += &format!(
-                "<text x=\"{left}\" y=\"{}\" textLength=\"{long}\" xml:space=\"preserve\" fill=\"{fill}\">{}</text>\n",
+            let _ = writeln!(
+                svg,
+                "<text x=\"{left}\" y=\"{}\" textLength=\"{long}\" xml:space=\"preserve\" fill=\"{fill}\">{}</text>",
                 top + 13,
                 escape(&text)
             );
