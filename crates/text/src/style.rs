@@ -283,6 +283,8 @@ mod tests {
         let text = json(&[name]).unwrap();
         assert!(text.chars().all(|character| character == '\n' || !is_unsafe(character)), "{text}");
         assert_eq!(serde_json::from_str::<[String; 1]>(&text).unwrap(), [name]);
+        let line = json_line(&[name]).unwrap();
+        assert!(line.trim_end().chars().all(|character| !is_unsafe(character)) && line.ends_with("]\n"), "{line}");
     }
 
     #[test]
