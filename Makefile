@@ -27,12 +27,15 @@
 # make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
 # make oci      build an image for container engines in target/oci, and check it and the manifests for Kubernetes
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
+# make systemd-test  test the packages on a Debian with systemd, in an emulated machine (about 20 minutes)
+# make release  build all that a release consists of, in target/pagefold-VERSION (release-twice: again in a clone, which must make the
+#               same bytes)
 
 CARGO ?= cargo
 
 .PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
-    install-files install-program pages lab-pages deb deb-test tarball
+    install-files install-program pages lab-pages deb deb-test systemd-test tarball release release-twice
 
 build:
 	$(CARGO) build --release --locked -p pagefold
@@ -196,30 +199,46 @@ install-files: install-program
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml
 
+# What we ship names no directory of this machine, and the same commit makes the same bytes in any directory.
+CARGO_HOME ?= $(HOME)/.cargo
+SHIPPED := RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/pagefold --remap-path-prefix=$(CARGO_HOME)=/cargo" $(CARGO)
+
 deb: lab-pages
 	@scripts/setup package
-	$(CARGO) build --profile profiling --locked -p pagefold
-	cd lab && $(CARGO) build --profile profiling --locked
+	$(SHIPPED) build --profile profiling --locked -p pagefold
+	cd lab && $(SHIPPED) build --profile profiling --locked
 	scripts/deb
 	lintian --fail-on error,warning target/deb/*.deb
 
 deb-test: deb
 	scripts/package-test
 
+systemd-test: deb
+	@scripts/setup systemd
+	scripts/systemd-test
+
 MUSL := x86_64-unknown-linux-musl
 TARBALL = pagefold-$(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)-x86_64-linux
 
 tarball: pages
 	@scripts/setup tarball
-	$(CARGO) build --release --locked -p pagefold --target $(MUSL)
+	$(SHIPPED) build --release --locked -p pagefold --target $(MUSL)
 	rm -rf target/tarball
 	$(MAKE) --no-print-directory install-files BIN=target/$(MUSL)/release DESTDIR=target/tarball/$(TARBALL)
 	cp LICENSE-* target/tarball/$(TARBALL)/usr/local/share/doc/pagefold
-	tar -C target/tarball --owner=0 --group=0 --sort=name -czf target/$(TARBALL).tar.gz $(TARBALL)
+	tar -C target/tarball --owner=0 --group=0 --numeric-owner --mode=go-w --sort=name --mtime=@$$(git log -1 --format=%ct) -c $(TARBALL) | \
+	    gzip -n -9 >target/$(TARBALL).tar.gz
 	scripts/tarball-test target/$(TARBALL).tar.gz
 
 oci:
 	@scripts/setup oci
 	@scripts/setup tarball
-	$(CARGO) build --release --locked -p pagefold --target $(MUSL)
+	$(SHIPPED) build --release --locked -p pagefold --target $(MUSL)
 	scripts/oci target/$(MUSL)/release/pagefold
+
+release: deb tarball oci
+	@scripts/setup release
+	scripts/release
+
+release-twice: release
+	scripts/release twice
