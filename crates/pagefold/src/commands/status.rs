@@ -187,8 +187,19 @@ impl Doing {
 }
 
 pub fn run(args: &StatusArgs) -> Result<u8> {
+    let mut has_answered = false;
     loop {
-        let mut status: Status = ask(&Request::Status)?;
+        let mut status: Status = match ask(&Request::Status) {
+            Ok(status) => status,
+            Err(error) if has_answered => {
+                // It may be restarting.
+                complain!("{error:#}");
+                thread::sleep(WATCH_INTERVAL);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        has_answered = true;
         status.find_others();
         if !args.watch {
             output::print(args.json, &status, |style| describe(&status, style))?;

@@ -6,7 +6,7 @@ use crate::config::scope;
 use crate::control::queue::Facts;
 use pagefold_engine::decision::{Decision, Reason};
 use pagefold_engine::state::MemoryTotal;
-use pagefold_host::scope::{ScopeSpec, own_pid, resolve_for_undoing};
+use pagefold_host::scope::{ScopeSpec, resolve};
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::figures::wrap;
@@ -50,8 +50,11 @@ pub struct ReasonRow {
 /// # Errors
 /// None matches, or none of them is in scope.
 pub fn of(facts: &Facts, spec: &ScopeSpec) -> Result<Explanation, Exit> {
-    let found = resolve_for_undoing(spec, &Roots::default(), &[own_pid()]).map_err(|error| scope::explain(&error))?;
-    let matching = found.iter().map(|info| info.process.key()).collect();
+    let found = resolve(spec, &Roots::default()).map_err(|error| scope::explain(&error))?;
+    let mut matching = BTreeSet::new();
+    for info in found.iter().filter(|info| info.distrust.is_none()) {
+        matching.insert(info.process.key());
+    }
     let explanation = of_processes(facts, spec, &matching);
     if explanation.processes.is_empty() {
         let number = count(explanation.processes_outside, "process matches", "processes match");

@@ -223,7 +223,7 @@ fn title(top: &Top, sort: Sort, text: &str) -> String {
     }
 }
 
-/// A column of the table of programs.
+/// A column of a table.
 struct Column {
     title: Cell<'static>,
     width: Constraint,
@@ -276,28 +276,32 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             right(size(row.memory.expected_bytes)),
             last,
         ];
-        let shown = cells.into_iter().zip(&columns).filter(|(_, column)| area.width >= column.from_width);
-        rows.push(TableRow::new(shown.map(|(cell, _)| cell)));
+        rows.push(fitting(cells, &columns, area.width));
     }
+    draw_table(frame, area, columns, rows, &mut top.table);
+}
+
+/// The cells of the columns that we show on a screen of this width.
+fn fitting<'a, const N: usize>(cells: [Cell<'a>; N], columns: &[Column; N], width: u16) -> TableRow<'a> {
+    let shown = cells.into_iter().zip(columns).filter(|(_, column)| width >= column.from_width);
+    TableRow::new(shown.map(|(cell, _)| cell))
+}
+
+fn draw_table<const N: usize>(
+    frame: &mut Frame,
+    area: Rect,
+    columns: [Column; N],
+    rows: Vec<TableRow>,
+    state: &mut TableState,
+) {
     let mut header = Vec::new();
     let mut widths = Vec::new();
     for column in columns.into_iter().filter(|column| area.width >= column.from_width) {
         header.push(column.title);
         widths.push(column.width);
     }
-    draw_table(frame, area, header, rows, &widths, &mut top.table);
-}
-
-fn draw_table(
-    frame: &mut Frame,
-    area: Rect,
-    header: Vec<Cell>,
-    rows: Vec<TableRow>,
-    widths: &[Constraint],
-    state: &mut TableState,
-) {
     let header = TableRow::new(header).style(Style::new().add_modifier(Modifier::BOLD));
-    let table = Table::new(rows, widths.iter().copied()).header(header).row_highlight_style(Look::chosen());
+    let table = Table::new(rows, widths).header(header).row_highlight_style(Look::chosen());
     frame.render_stateful_widget(table, area, state);
 }
 
@@ -352,39 +356,32 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let text = format!(" {} {name}, {}{note}", explanation.pid, human(explanation.resident_bytes));
     let bold = Style::new().add_modifier(Modifier::BOLD);
     frame.render_widget(Line::styled(shorten(&printable(text.as_bytes()), title.width.into()), bold), title);
-    let header = vec![
-        Cell::new("MAPPING"),
-        right("MEMORY".into()),
-        right("DUPLICATE".into()),
-        right("MARKED".into()),
-        Cell::new("KIND"),
-        Cell::new("NEXT"),
+    let columns = [
+        Column { title: Cell::new("MAPPING"), width: Constraint::Min(16), from_width: 0 },
+        Column { title: right("MEMORY".into()), width: Constraint::Length(8), from_width: 0 },
+        Column { title: right("DUPLICATE".into()), width: Constraint::Length(9), from_width: 0 },
+        Column { title: right("MARKED".into()), width: Constraint::Length(8), from_width: 54 },
+        Column { title: Cell::new("KIND"), width: Constraint::Length(21), from_width: 76 },
+        Column { title: Cell::new("NEXT"), width: Constraint::Length(8), from_width: 45 },
     ];
     let mut rows = Vec::new();
     for row in &explanation.regions {
         let name = row.file.as_ref().unwrap_or(&row.mapping);
         let ratio = percent(row.figures.duplicate_ratio, 1.0);
-        rows.push(TableRow::new([
+        let cells = [
             Cell::new(printable(name.as_bytes())),
             right(size(row.figures.resident.bytes().0)),
             right(if row.figures.exact { ratio } else { format!("~{ratio}") }),
             right(size(row.figures.marked.bytes().0)),
             Cell::new(row.figures.kind.to_string()).style(look.kind(row.figures.kind)),
             Cell::new(row.next.clone()),
-        ]));
+        ];
+        rows.push(fitting(cells, &columns, body.width));
     }
-    let widths = [
-        Constraint::Min(16),
-        Constraint::Length(8),
-        Constraint::Length(9),
-        Constraint::Length(8),
-        Constraint::Length(21),
-        Constraint::Length(8),
-    ];
     let chosen = top.regions.selected().and_then(|at| explanation.regions.get(at));
     let said = chosen.map_or(String::new(), |row| format!("{}: {}", row.range, row.sentence));
     say(frame, sentence, &said, Style::new());
-    draw_table(frame, body, header, rows, &widths, &mut top.regions);
+    draw_table(frame, body, columns, rows, &mut top.regions);
 }
 
 fn events(frame: &mut Frame, area: Rect, top: &Top) {
