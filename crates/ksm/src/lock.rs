@@ -21,7 +21,11 @@ const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// How long we wait for others who only look at the lock. They take microseconds, or longer while they wait for a
 /// processor.
-const LOOK_LIMIT: Duration = Duration::from_millis(50);
+const LOOK_LIMIT: Duration = Duration::from_millis(2_000);
+/// How often we try.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+/// A lock counts as held once we have found it locked exclusively this many times.
+const TRIES: u32 = 50;
 
 #[derive(Debug, Error)]
 pub enum LockError {
@@ -49,14 +53,20 @@ impl Lock {
     /// Takes the lock if it's free. Waits for somebody who only looks at it ([`holder`]).
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
         let mut file = open(path).map_err(|error| from_io(path, error))?;
+        let try_lock = |how| flock(&file, how).map_err(|source| LockError::Io { path: path.into(), source });
         let began = Instant::now();
-        while !flock(&file, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|source| LockError::Io { path: path.into(), source })?
-        {
-            if began.elapsed() > LOOK_LIMIT {
+        let mut refused = 0;
+        while !try_lock(FlockOperation::NonBlockingLockExclusive)? {
+            if try_lock(FlockOperation::NonBlockingLockShared)? {
+                // The other one only looks.
+                try_lock(FlockOperation::Unlock)?;
+            } else {
+                refused += 1;
+            }
+            if refused >= TRIES || began.elapsed() > LOOK_LIMIT {
                 return Err(LockError::Held { pid: pid_in(&mut file) });
             }
-            std::thread::sleep(LOOK_LIMIT / 50);
+            std::thread::sleep(LOOK_PAUSE);
         }
         // The pid is only for messages. Writing it fails on a full disk, and even then we must be able to restore KSM.
         let _ = write_pid(&mut file);
@@ -226,6 +236,21 @@ mod tests {
             over.store(true, std::sync::atomic::Ordering::Relaxed);
             assert_eq!(refused, 0);
         });
+    }
+
+    #[test]
+    fn who_only_looks_may_wait_for_a_processor() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        std::fs::write(&path, "").unwrap();
+        let looker = File::open(&path).unwrap();
+        assert!(flock(&looker, FlockOperation::NonBlockingLockShared).unwrap());
+        let releaser = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            drop(looker);
+        });
+        Lock::try_take(&path).unwrap();
+        releaser.join().unwrap();
     }
 
     #[test]
