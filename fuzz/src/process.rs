@@ -14,12 +14,13 @@ pub fn stat(text: &[u8]) {
     assert!(text[open + 1..].starts_with(&stat.comm));
     let flags = u64::from(stat.kernel_thread) << 21 | u64::from(stat.only_forked) << 6;
     let rest = format!(
-        ") {} {} 7 7 0 -1 {flags} 0 0 0 0 {} {} 0 0 20 {} 1 0 {} 0 0\n",
+        ") {} {} 7 7 0 -1 {flags} 0 0 0 0 {} {} 0 0 20 {} {} 0 {} 0 0\n",
         char::from(stat.state),
         stat.parent,
         stat.cpu_ticks - stat.system_ticks,
         stat.system_ticks,
         stat.nice,
+        stat.threads,
         stat.start_time_ticks
     );
     let printed = [b"7 (", stat.comm.as_slice(), rest.as_bytes()].concat();
