@@ -205,11 +205,11 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     let daemon = Daemon::on(&pids, &[]);
     wait_until("most of it is merged", || pids.iter().all(|&pid| merged_pages(pid) > 8_000));
     let split = huge_mib();
-    assert!(split < before / 4, "{split} MiB are still in huge pages");
+    assert!(split < before / 2, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
     wait_until_well(&mut shufflers, "huge pages are put together again", || collapsed() >= 12);
     println!("{before} MiB in huge pages, {split} while merged, now {} ({} extents)", huge_mib(), collapsed());
-    assert!(huge_mib() >= 20, "{} of {before} MiB", huge_mib());
+    assert!(huge_mib() >= split + 16, "{} of {before} MiB", huge_mib());
     assert_well_for(&mut shufflers, Duration::from_secs(1));
     daemon.stop();
     finish(&ksm, shufflers, broken);
@@ -344,10 +344,11 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     println!("COW-broken, and {} of {} MiB stay marked", marked() / MIB, before / MIB);
-    assert!(marked() + 8 * MIB > before);
+    // Extents whose pages have just been written need little room.
+    assert!(marked() > before / 3);
     // Once there's headroom, the memory is unmarked.
     limited.unlimited();
-    wait_until("most is unmarked", || marked() < before / 2);
+    wait_until("most is unmarked", || marked() < before / 4);
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     daemon.stop();
     finish(&ksm, shufflers, broken);
