@@ -21,7 +21,7 @@ const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// How long we wait for others who only look at the lock. They take microseconds, or longer while they wait for a
 /// processor.
-const LOOK_LIMIT: Duration = Duration::from_millis(2_000);
+const LOOK_LIMIT: Duration = Duration::from_secs(2);
 /// How often we try.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// A lock counts as held once we have found it locked exclusively this many times.
