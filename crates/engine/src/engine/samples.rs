@@ -74,10 +74,13 @@ impl Engine {
     /// Observes how long a merged page lasts. ksmd has merged nothing since it began to rest. Only pages in our marks
     /// matter, or on request pages that have been written.
     fn observe_merged(&mut self, slot: u32, page: Vpn, digest: Digest) {
+        if !self.plan.visiting {
+            return;
+        }
         let now_ns = self.snapshot.now_ns;
         let by_marks = self.carrier().by_marks;
         let idle_ns = if by_marks { self.ksmd.scheduler.idle_ns(now_ns) } else { 0 };
-        let Some(region) = self.table.get_mut(slot).filter(|_| self.plan.visiting) else { return };
+        let Some(region) = self.table.get_mut(slot) else { return };
         let matters = if by_marks { region.marks.contains(page) } else { region.usage.written.contains(page) };
         if matters {
             let colliding = &self.contents.colliding_fingerprints;
