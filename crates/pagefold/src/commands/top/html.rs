@@ -190,26 +190,19 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
 /// The rows of processes. Those of the same program in the same workload are one row.
 fn equal_processes(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for process in &status.programs.processes {
-        let workload = match &process.left_alone {
-            Some(why) => format!("left alone: {why}"),
-            None => workloads.get(&process.pid).cloned().unwrap_or_default(),
-        };
-        match rows.iter_mut().find(|row| row.name == process.name && row.workload == workload) {
+    for mut process in process_rows(status, workloads) {
+        if let Some(why) = process.left_alone.take() {
+            process.workload = format!("left alone: {why}");
+        } else if process.workload == NO_WORKLOAD {
+            process.workload.clear();
+        }
+        match rows.iter_mut().find(|row| row.name == process.name && row.workload == process.workload) {
             Some(row) => {
                 row.processes += 1;
                 row.memory += process.memory;
                 row.saved_bytes = row.saved_bytes.zip(process.saved_bytes).map(|(sum, more)| sum + more);
             }
-            None => rows.push(Row {
-                pid: Some(process.pid),
-                name: process.name.clone(),
-                workload,
-                processes: 1,
-                memory: process.memory,
-                saved_bytes: process.saved_bytes,
-                left_alone: None,
-            }),
+            None => rows.push(process),
         }
     }
     rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.resident_bytes)));
