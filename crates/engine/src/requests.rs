@@ -5,6 +5,7 @@
 //! pairs, in ranges. The kernel compares each pair once, so it visits nothing but these pages and searches nothing.
 
 use crate::hash::Digest;
+use crate::headroom::Headroom;
 use crate::host::{Keep, MergeRange, MergeResult, Merging, PageRun};
 use crate::index::{Index, Location};
 use crate::keys::RegionKey;
@@ -78,8 +79,9 @@ pub struct Requests {
     pairs: Vec<Pair>,
     /// Pairs for the next cycle: relatives' mappings aren't marked yet, or the page to keep was in use.
     put_off: Vec<Pair>,
-    /// The pages that the pairs keep.
-    kept: FxHashSet<Location>,
+    /// The pages that the pairs keep, and whether each [needs to be merged](MergeRange::needs_merged): if we took no
+    /// headroom for the first pair, there's none for the others either.
+    kept: FxHashMap<Location, bool>,
     /// How many pages we've named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
     /// Contents for which we now keep another page, because the old one was written or is gone, as 32 bits of their
@@ -102,7 +104,7 @@ impl Requests {
         if !self.add_sharers(keep, 1) {
             return false;
         }
-        self.kept.insert(keep.location);
+        let needs_merged = *self.kept.entry(keep.location).or_insert(needs_merged);
         self.pairs.push(Pair { needs_merged, ..Pair::new(take, Some(keep), digest) });
         true
     }
@@ -170,7 +172,7 @@ impl Requests {
 
     /// Whether one of the pairs keeps this page.
     pub fn is_kept(&self, page: Location) -> bool {
-        self.kept.contains(&page)
+        self.kept.contains_key(&page)
     }
 
     /// The ranges to merge, sorted by the pages they replace.
@@ -201,11 +203,16 @@ impl Requests {
         self.kept.clear();
     }
 
-    /// Goes on with the pairs that we've put off.
-    fn go_on(&mut self) {
+    /// Goes on with the pairs that we've put off. By the next cycle, we may have computed the headroom anew without them.
+    fn go_on(&mut self, table: &RegionTable, headroom: &Headroom) {
         self.pairs = std::mem::take(&mut self.put_off);
         self.kept.clear();
-        self.kept.extend(self.pairs.iter().filter_map(|pair| Some(pair.keep?.location)));
+        for pair in &mut self.pairs {
+            let Some(keep) = pair.keep else { continue };
+            let Some(region) = table.get(keep.location.slot) else { continue };
+            pair.needs_merged |= headroom.is_limited(region.view.owner);
+            self.kept.insert(keep.location, pair.needs_merged);
+        }
     }
 
     /// Records the outcome of the ranges.
@@ -214,6 +221,7 @@ impl Requests {
         results: &[MergeResult],
         table: &mut RegionTable,
         index: &mut Index,
+        headroom: &Headroom,
         now_ns: u64,
     ) -> Collisions {
         let mut collisions = Collisions::default();
@@ -239,7 +247,7 @@ impl Requests {
                 self.record_busy(result.range.part(at, 1), table, index, now_ns);
             }
         }
-        self.go_on();
+        self.go_on(table, headroom);
         if merged == 0 && differing >= DIFFERING_MIN {
             collisions.spared = untried;
         }
@@ -466,7 +474,7 @@ mod tests {
             MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
             MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
         ];
-        let collisions = requests.record(&results, &mut table, &mut index, 0);
+        let collisions = requests.record(&results, &mut table, &mut index, &Headroom::default(), 0);
         assert!(collisions.digests.is_empty(), "the page may just have been written");
         assert!(requests.is_left_behind(Digest(7 << 24)) && !requests.is_left_behind(Digest(6 << 24)));
         assert_eq!(index.page_of(Digest(7 << 24)), Some(page(0, 6).location));
@@ -478,7 +486,7 @@ mod tests {
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
         requests.add(page(0, 6), page(1, 16), Digest(7 << 24), false);
-        let collisions = requests.record(&results[..1], &mut table, &mut index, 0);
+        let collisions = requests.record(&results[..1], &mut table, &mut index, &Headroom::default(), 0);
         assert_eq!(collisions.digests, [Digest(7 << 24)], "it differs again");
     }
 
@@ -487,7 +495,7 @@ mod tests {
         let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
         let spared = |results: &[MergeResult]| {
             let (mut table, mut index) = (RegionTable::default(), Index::new());
-            Requests::default().record(results, &mut table, &mut index, 0).spared
+            Requests::default().record(results, &mut table, &mut index, &Headroom::default(), 0).spared
         };
         let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));
         assert_eq!(spared(&[differing, untried]), 500);

@@ -89,7 +89,9 @@ impl Engine {
             let has_nodes = self.snapshot.nodes.len() > 1;
             // Flags tell whether others have written a page, too (`PageSample::lone`).
             let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
-            let wants_flags = |region: &Region| is_observed(region) || has_nodes && region.shows_activity();
+            let wants_flags = |region: &Region| {
+                is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
+            };
             plan.activity = self.keys_among(&plan.runs, wants_flags);
             plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
             self.plan_inspection(&mut plan);
@@ -309,7 +311,8 @@ impl Engine {
     fn account_for_pairs(&mut self, outcome: &Outcome) {
         let now_ns = self.snapshot.now_ns;
         let index = &mut self.contents.index;
-        let collisions = self.requests.record(&outcome.merges, &mut self.table, index, now_ns);
+        let headroom = &self.room.headroom;
+        let collisions = self.requests.record(&outcome.merges, &mut self.table, index, headroom, now_ns);
         self.contents.note_colliding(&collisions.digests);
         let number = count(collisions.digests.len()) + collisions.spared;
         let contents = count(self.contents.index.len());

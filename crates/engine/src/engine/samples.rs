@@ -25,7 +25,6 @@ impl Engine {
             if sample.lone {
                 // Others wrote the page, not this process.
                 region.usage.cow_breaks.forget_page(sample.page);
-                region.usage.merged.remove(sample.page);
             }
             if sample.node.is_some() {
                 self.placer.record_node(region.view.owner, &sample);

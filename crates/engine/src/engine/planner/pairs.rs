@@ -60,7 +60,12 @@ impl Engine {
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
-        region.usage.record_unmerged(sample.page);
+        if sample.lone {
+            // The frame may be charged to another cgroup. If so, the program's copy comes on top, in its own.
+            region.usage.merged.insert(sample.page);
+        } else {
+            region.usage.record_unmerged(sample.page);
+        }
         if !region.may_be_named(sample.page, now_ns) {
             return false;
         }
@@ -123,6 +128,12 @@ impl Engine {
     fn needs_merged(&self, kept: IndexedPage) -> bool {
         let Some(region) = self.table.get(kept.location.slot) else { return false };
         region.usage.merged.contains(kept.page) && self.room.headroom.is_limited(region.view.owner)
+    }
+
+    /// Whether a region may have pages that nobody else maps, and whose frames are charged to another cgroup.
+    pub(in crate::engine) fn may_be_charged_elsewhere(&self, region: &Region) -> bool {
+        let on_request = !self.carrier().by_marks;
+        on_request && !region.usage.merged.is_empty() && self.room.headroom.is_limited(region.view.owner)
     }
 
     /// If a process has no headroom left, we read its region again once there is some.
