@@ -275,6 +275,8 @@ pub struct PageRun {
 pub struct Samples {
     /// One entry for each page that was read or found absent, in the order of the plan.
     pub pages: Vec<PageSample>,
+    /// Mappings in the plan that the host didn't get to, because reading took too long.
+    pub unread: BTreeSet<RegionKey>,
     /// The merged pages among the pages to inspect, in the order of the plan.
     pub merged: Vec<MergedSample>,
     /// The count, if the plan asked for one and nothing prevented it.

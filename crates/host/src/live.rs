@@ -503,6 +503,7 @@ impl Host for LiveHost {
             Ok(read) => {
                 self.reader = Some(read.reader);
                 samples.pages = read.pages;
+                samples.unread = read.unread;
                 samples.merged = read.merged;
                 samples.counted = read.counted;
                 for (pid, error) in read.failed {
@@ -514,6 +515,7 @@ impl Host for LiveHost {
                 }
             }
             Err((pid, pending)) => {
+                samples.unread = plan.runs.iter().map(|run| run.region).collect();
                 if let Some(target) = self.targets.get_mut(&pid) {
                     target.set_timed_out(pending);
                     self.schedule.next_ns = 0;

@@ -12,7 +12,7 @@ use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
 use pagefold_procmem::os::abandonable::{Job, LIMIT, PATIENCE, Pending};
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::process::{Process, ReadError};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -96,6 +96,8 @@ impl HashMode {
 pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
+    /// The mappings that we didn't get to.
+    pub(crate) unread: BTreeSet<RegionKey>,
     pub(crate) merged: Vec<MergedSample>,
     /// The other shared pages among the ones that we searched.
     others: Vec<StateSample>,
@@ -131,6 +133,7 @@ pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading
     let mut reading = PlanReading {
         reader,
         pages: Vec::new(),
+        unread: BTreeSet::new(),
         merged: Vec::new(),
         others: Vec::new(),
         counted: None,
@@ -160,13 +163,14 @@ impl PlanReading {
         }
     }
 
-    /// Reads the pages to sample. If that takes long, we leave out the rest.
+    /// Reads the pages to sample. If that takes long, we leave the rest unread.
     fn read_pages(&mut self, job: &SamplingJob) {
         let began = Instant::now();
         for read in &job.reads {
             let RegionRead { region, process, runs, .. } = read;
             if began.elapsed() > PATIENCE || !self.progress.begin(process) {
-                break;
+                self.unread.insert(*region);
+                continue;
             }
             let pages = &mut self.pages;
             pages.reserve(runs.iter().map(|run| run.1 as usize).sum());

@@ -75,6 +75,8 @@ pub struct Knobs {
     /// The probability that we can't stop a process, drawn for every attempt, or that a page to merge on request is in
     /// use.
     pub busy: Permyriad,
+    /// The probability that reading takes too long after a mapping, so that the rest of the plan isn't read.
+    pub late: Permyriad,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
     /// The number of real pages that one simulated page stands for. A power of two.
@@ -110,6 +112,7 @@ impl Default for Knobs {
             mechanism: Mechanism::Ksmd,
             alike: Alike::default(),
             busy: Permyriad(0),
+            late: Permyriad(0),
             resident_age_ns: 5_000_000_000,
             granularity: 1,
         }

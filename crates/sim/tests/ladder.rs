@@ -9,7 +9,7 @@ use pagefold_engine::governor::{Governor, WINDOW_NS, share_ns};
 use pagefold_engine::host::MemoryView;
 use pagefold_engine::keys::FamilyKey;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
-use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, Step, scenario};
 
 fn kind_of_most(sim: &Machine) -> Kind {
     sim.engine.state().totals.kinds.iter().max_by_key(|total| total.resident).unwrap().kind
@@ -266,4 +266,18 @@ fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_
     assert_eq!((sim.saved(), kind_of_most(&sim)), (Pages(0), Kind::CowBroken));
     sim.run(41);
     assert_eq!(sim.saved(), Pages(PAGES));
+}
+
+/// On a slow or busy machine, the host may end a reading before it has come to all of its mappings.
+#[test]
+fn what_the_host_left_unread_is_read_later() {
+    for knobs in [Knobs::driven(), Knobs::requested()] {
+        let mut sim = Machine::new(SimHost::new(7, Costs::default(), Knobs { late: Permyriad(9_000), ..knobs }));
+        for _ in 0..8 {
+            sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(16 * MIB), Fill::Series(1))));
+        }
+        sim.run(60);
+        let most = 7 * 16 * MIB;
+        assert!(sim.saved().0 * 100 >= most * 97, "{} of {most} pages", sim.saved().0);
+    }
 }

@@ -107,7 +107,7 @@ impl Engine {
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         self.record_reading(samples);
         self.record_inspection(samples);
-        self.end_examinations();
+        self.end_examinations(&samples.unread);
         if self.spending.paused {
             self.requests.clear();
             return Actions { scan: self.ksmd.scheduler.suspend(&self.snapshot.ksm), ..Actions::default() };
@@ -267,11 +267,20 @@ impl Engine {
         }
     }
 
-    /// Moves on in the regions that we're reading whole, and judges the ones that we've read to the end.
-    fn end_examinations(&mut self) {
+    /// Moves on in the regions that we're reading whole, and judges the ones that we've read to the end. What the host
+    /// left unread is due again.
+    fn end_examinations(&mut self, unread: &BTreeSet<RegionKey>) {
+        for region in self.table.iter_mut().filter(|_| !unread.is_empty()) {
+            if unread.contains(&region.view.key) {
+                region.survey.start_over();
+            }
+        }
         let by_marks = self.carrier().by_marks;
         for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {
             let Some(region) = self.table.get_mut(slot) else { continue };
+            if unread.contains(&region.view.key) {
+                continue;
+            }
             region.life.advance(Event::ReadTo(end));
             if end >= region.end() {
                 region.judged(self.snapshot.now_ns, !by_marks);

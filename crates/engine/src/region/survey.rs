@@ -85,6 +85,11 @@ impl Survey {
         (view.first + first, pages)
     }
 
+    /// Goes through all runs from the first again, because some weren't read.
+    pub fn start_over(&mut self) {
+        self.next = 0;
+    }
+
     /// Runs not sampled yet in this cycle.
     pub fn runs_left(&self) -> u64 {
         self.order.len().saturating_sub(self.next)

@@ -10,9 +10,9 @@ use pagefold_engine::host::{
 };
 use pagefold_engine::keys::{LastingKey, LineageKey, OwnerKey, RegionKey};
 use pagefold_engine::region::RUN_PAGES;
-use pagefold_engine::units::{Pages, Vpn};
+use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use rustc_hash::FxHashMap;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::ops::Range;
 
@@ -244,10 +244,18 @@ impl Host for SimHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
         let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
+        let mut unread = BTreeSet::new();
         let mut cpu_ns = 0;
-        for run in &plan.runs {
-            cpu_ns += self.read_run(run, plan, &mut pages);
-            self.record_read(run);
+        for runs in plan.runs.chunk_by(|a, b| a.region == b.region) {
+            let is_late = self.knobs.late > Permyriad(0) && self.stream.chance(self.knobs.late);
+            if !pages.is_empty() && (is_late || !unread.is_empty()) {
+                unread.insert(runs[0].region);
+                continue;
+            }
+            for run in runs {
+                cpu_ns += self.read_run(run, plan, &mut pages);
+                self.record_read(run);
+            }
         }
         let mut merged = Vec::new();
         let mut others = Vec::new();
@@ -260,7 +268,7 @@ impl Host for SimHost {
         cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
         let counted = plan.count.then(|| Counted { zeros: self.merged_zeros(), others });
-        Ok(Samples { pages, merged, counted, cpu_ns })
+        Ok(Samples { pages, unread, merged, counted, cpu_ns })
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
