@@ -101,7 +101,8 @@ impl KeptOut {
         let new = entries_of(spec, found, Verdict::In);
         // An entry may be for programs that aren't running now, or for a process that has ended and left children.
         let mut out = self.entries.iter().filter(|entry| !entry.is_in());
-        let is_undone = out.any(|entry| spec.0.contains(&entry.selector) || spec.0.contains(&Selector::All));
+        let is_undone =
+            out.any(|entry| spec.0.iter().any(|other| other.is_same(&entry.selector) || *other == Selector::All));
         if were_out.is_empty() && !is_undone {
             return Err(KeptOutError::NotKeptOut(spec.to_string()));
         }
@@ -189,7 +190,7 @@ impl Entry {
 
     fn is_superseded_by(&self, new: &Self) -> bool {
         // Another process may have the pid by now, while the children of its previous owner stay out.
-        let is_same = self.selector == new.selector && (new.is_in() || !self.is_of_pid());
+        let is_same = self.selector.is_same(&new.selector) && (new.is_in() || !self.is_of_pid());
         is_same || new.selector == Selector::All
     }
 

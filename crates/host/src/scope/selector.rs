@@ -45,6 +45,14 @@ impl Selector {
         })
     }
 
+    /// Whether both select the same. A service goes by its name with and without `.service`.
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Workload(one), Self::Workload(two)) => one.kind == two.kind && one.base_name() == two.base_name(),
+            _ => self == other,
+        }
+    }
+
     /// `pid`, `all`, or one of [`Self::NAMED`].
     pub fn kind(&self) -> &'static str {
         match self {

@@ -396,3 +396,12 @@ fn workloads_are_selected_by_name_in_every_version_of_cgroups() {
     assert_eq!(excluded("nginx.service"), Some(exclude::Exclusion::DenyListed { entry: "nginx.service".to_owned() }));
     assert!(excluded(" Unit nginx").is_some() && excluded("vm nginx").is_none() && excluded("other").is_none());
 }
+
+#[test]
+fn a_service_is_the_same_with_and_without_its_type() {
+    let is_same =
+        |one: (&str, &str), two: (&str, &str)| by_name(one.0, one.1).0[0].is_same(&by_name(two.0, two.1).0[0]);
+    assert!(is_same(("unit", "nginx"), ("unit", "nginx.service")) && is_same(("user", "a"), ("user", "a")));
+    assert!(!is_same(("unit", "nginx.slice"), ("unit", "nginx")) && !is_same(("unit", "nginx"), ("vm", "nginx")));
+    assert!(!is_same(("vm", "a.service"), ("vm", "a")) && !is_same(("user", "a"), ("user", "a.service")));
+}

@@ -62,6 +62,14 @@ impl Workload {
         Self { kind, name: name.to_owned() }
     }
 
+    /// The name, of a service without its type.
+    pub(super) fn base_name(&self) -> &str {
+        match self.kind {
+            WorkloadKind::Unit => self.name.strip_suffix(".service").unwrap_or(&self.name),
+            _ => &self.name,
+        }
+    }
+
     /// Whether a process goes by this name, whoever has chosen it.
     pub(super) fn names(&self, info: &ProcessInfo) -> bool {
         info.cgroups.all.iter().any(|cgroup| {
