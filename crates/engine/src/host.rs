@@ -50,6 +50,8 @@ pub struct Snapshot {
     pub mechanism: Mechanism,
     /// Whether the host can look up merged frames. If not, we take the saving from KSM's counters.
     pub shows_frames: bool,
+    /// Whether samples can tell a merged page that nobody else maps ([`PageSample::lone`]).
+    pub shows_lone: bool,
     /// Whether pages can be hashed in place, by some of their cache lines.
     pub hashes_lines: bool,
     pub memory: MemoryView,

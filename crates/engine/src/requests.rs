@@ -11,7 +11,7 @@ use crate::index::{Index, Location};
 use crate::keys::RegionKey;
 use crate::region::Region;
 use crate::region::table::RegionTable;
-use crate::units::Vpn;
+use crate::units::{Pages, Vpn};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// After this many pages we keep another page for a content: KSM's default `max_page_sharing` is 256.
@@ -203,15 +203,22 @@ impl Requests {
         self.kept.clear();
     }
 
-    /// Goes on with the pairs that we've put off. By the next cycle, we may have computed the headroom anew without them.
-    fn go_on(&mut self, table: &RegionTable, headroom: &Headroom) {
+    /// Goes on with the pairs that we've put off. The headroom for the pages that they keep has to be taken again: it may
+    /// have been computed anew since.
+    pub fn go_on(&mut self, table: &RegionTable, headroom: &mut Headroom) {
         self.pairs = std::mem::take(&mut self.put_off);
-        self.kept.clear();
         for pair in &mut self.pairs {
             let Some(keep) = pair.keep else { continue };
             let Some(region) = table.get(keep.location.slot) else { continue };
-            pair.needs_merged |= headroom.is_limited(region.view.owner);
-            self.kept.insert(keep.location, pair.needs_merged);
+            let owner = region.view.owner;
+            pair.needs_merged = *self.kept.entry(keep.location).or_insert_with(|| {
+                let has_room = headroom.of(owner).is_none_or(|(_, left)| left > Pages(0));
+                if has_room && !region.usage.merged.contains(keep.page) {
+                    headroom.take(owner, Pages(1));
+                    return false;
+                }
+                headroom.is_limited(owner)
+            });
         }
     }
 
@@ -221,7 +228,6 @@ impl Requests {
         results: &[MergeResult],
         table: &mut RegionTable,
         index: &mut Index,
-        headroom: &Headroom,
         now_ns: u64,
     ) -> Collisions {
         let mut collisions = Collisions::default();
@@ -247,7 +253,8 @@ impl Requests {
                 self.record_busy(result.range.part(at, 1), table, index, now_ns);
             }
         }
-        self.go_on(table, headroom);
+        self.pairs.clear();
+        self.kept.clear();
         if merged == 0 && differing >= DIFFERING_MIN {
             collisions.spared = untried;
         }
@@ -285,7 +292,7 @@ impl Requests {
         if matches!(merging, Merging::Busy | Merging::Untried) {
             return None;
         }
-        let Pair { take, digest, is_relative, .. } = self.pair_of(region, first)?;
+        let Pair { take, digest, is_relative, needs_merged, .. } = self.pair_of(region, first)?;
         match merging {
             // Others may be merged with the page that it was merged with before.
             Merging::Merged => self.leave_behind(digest),
@@ -297,6 +304,10 @@ impl Requests {
             Merging::Differs | Merging::Absent => {
                 index.point_to(digest, take.location);
                 self.leave_behind(digest);
+                if merging == Merging::Absent && needs_merged {
+                    // The page to keep isn't merged any more, so nobody compared the two.
+                    return None;
+                }
                 // One mismatch may only mean that the kept page was just written. Two in a row mean that the digests
                 // collide.
                 let differed_before = self.differing.contains(&digest.fingerprint());
@@ -474,7 +485,7 @@ mod tests {
             MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
             MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
         ];
-        let collisions = requests.record(&results, &mut table, &mut index, &Headroom::default(), 0);
+        let collisions = requests.record(&results, &mut table, &mut index, 0);
         assert!(collisions.digests.is_empty(), "the page may just have been written");
         assert!(requests.is_left_behind(Digest(7 << 24)) && !requests.is_left_behind(Digest(6 << 24)));
         assert_eq!(index.page_of(Digest(7 << 24)), Some(page(0, 6).location));
@@ -486,7 +497,7 @@ mod tests {
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
         requests.add(page(0, 6), page(1, 16), Digest(7 << 24), false);
-        let collisions = requests.record(&results[..1], &mut table, &mut index, &Headroom::default(), 0);
+        let collisions = requests.record(&results[..1], &mut table, &mut index, 0);
         assert_eq!(collisions.digests, [Digest(7 << 24)], "it differs again");
     }
 
@@ -495,7 +506,7 @@ mod tests {
         let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
         let spared = |results: &[MergeResult]| {
             let (mut table, mut index) = (RegionTable::default(), Index::new());
-            Requests::default().record(results, &mut table, &mut index, &Headroom::default(), 0).spared
+            Requests::default().record(results, &mut table, &mut index, 0).spared
         };
         let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));
         assert_eq!(spared(&[differing, untried]), 500);

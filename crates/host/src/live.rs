@@ -47,6 +47,7 @@ use pagefold_ksm::lease::KsmLease;
 use pagefold_ksm::request::RequestDevice;
 use pagefold_ksm::{Ksm, KsmError};
 use pagefold_procmem::Roots;
+use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::pressure::PressureError;
@@ -482,6 +483,7 @@ impl Host for LiveHost {
             ksm,
             mechanism: self.mechanism(),
             shows_frames: true,
+            shows_lone: shows_merged(),
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.machine.memory,
             cpu_pressure: self.limits.cpu_pressure(),
@@ -498,12 +500,16 @@ impl Host for LiveHost {
         let before_ns = own_cpu_ns();
         let job = self.sampling_job(plan);
         let mut samples = Samples::default();
+        samples.unread = plan.runs.iter().map(|run| run.region).collect();
+        for read in &job.reads {
+            samples.unread.remove(&read.region);
+        }
         let reader = self.reader.take().unwrap_or_default();
         match sample(reader, job) {
             Ok(read) => {
                 self.reader = Some(read.reader);
                 samples.pages = read.pages;
-                samples.unread = read.unread;
+                samples.unread.extend(read.unread);
                 samples.merged = read.merged;
                 samples.counted = read.counted;
                 for (pid, error) in read.failed {

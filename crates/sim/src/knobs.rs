@@ -77,6 +77,8 @@ pub struct Knobs {
     pub busy: Permyriad,
     /// The probability that reading takes too long after a mapping, so that the rest of the plan isn't read.
     pub late: Permyriad,
+    /// Whether the kernel shows that a page which only one process still maps was merged.
+    pub shows_lone: bool,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
     /// The number of real pages that one simulated page stands for. A power of two.
@@ -113,6 +115,7 @@ impl Default for Knobs {
             alike: Alike::default(),
             busy: Permyriad(0),
             late: Permyriad(0),
+            shows_lone: true,
             resident_age_ns: 5_000_000_000,
             granularity: 1,
         }

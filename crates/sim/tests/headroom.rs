@@ -185,8 +185,8 @@ fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
 /// Runs programs that each rewrite all of their memory from time to time, in a cgroup each, and checks that none could
 /// exceed its limit. `programs` are the size in MiB, the contents, and the limit in percent of the size; `writes` are
 /// the seconds before each, the program and the contents.
-fn rewrite_in_turn(governor: Governor, programs: &[(u64, u64, u64)], writes: &[(u64, usize, u64)]) {
-    let mut sim = Machine::with(requested(), Config { governor, ..common::config() });
+fn rewrite_in_turn(host: SimHost, governor: Governor, programs: &[(u64, u64, u64)], writes: &[(u64, usize, u64)]) {
+    let mut sim = Machine::with(host, Config { governor, ..common::config() });
     let mut owners = Vec::new();
     let mut limits = Vec::new();
     for (number, &(mib, content, percent)) in (1..).zip(programs) {
@@ -207,7 +207,7 @@ fn rewrite_in_turn(governor: Governor, programs: &[(u64, u64, u64)], writes: &[(
 fn a_rewritten_page_is_not_kept_for_others_again_without_headroom() {
     let programs = [(9, 1, 163), (2, 1, 100), (2, 1, 106)];
     let writes = [(17, 0, 1), (19, 2, 3), (6, 1, 1), (13, 0, 3), (14, 2, 3), (12, 1, 2)];
-    rewrite_in_turn(Governor::Low, &programs, &writes);
+    rewrite_in_turn(requested(), Governor::Low, &programs, &writes);
 }
 
 /// We've seen the page merged, name it for one program, and then read that it was written, and name it for another.
@@ -215,7 +215,16 @@ fn a_rewritten_page_is_not_kept_for_others_again_without_headroom() {
 fn a_page_found_rewritten_after_it_was_named_is_not_kept_without_headroom() {
     let programs = [(3, 1, 100), (2, 1, 123), (2, 2, 112)];
     let writes = [(6, 1, 1), (6, 1, 1), (6, 0, 2), (25, 2, 1), (14, 0, 1), (16, 1, 1), (1, 0, 1)];
-    rewrite_in_turn(Governor::Low, &programs, &writes);
+    rewrite_in_turn(requested(), Governor::Low, &programs, &writes);
+}
+
+/// Spans whose program can't be stopped wait for unmarking. Their pages are merged until then.
+#[test]
+fn what_waits_for_unmarking_needs_headroom() {
+    let programs = [(8, 2, 132), (9, 1, 155), (8, 2, 142)];
+    let writes = [(15, 1, 2), (10, 2, 1), (1, 0, 2), (19, 0, 1), (1, 0, 1), (2, 0, 1)];
+    let host = SimHost::new(7, Costs::default(), Knobs { busy: Permyriad(4_205), ..Knobs::driven() });
+    rewrite_in_turn(host, Governor::Full, &programs, &writes);
 }
 
 /// The first program pays for pages that only the second still maps. When that one writes them, it pays for its own.
@@ -223,7 +232,7 @@ fn a_page_found_rewritten_after_it_was_named_is_not_kept_without_headroom() {
 fn who_maps_a_page_alone_that_another_pays_for_has_headroom_for_its_own() {
     let programs = [(10, 1, 114), (5, 1, 120), (2, 2, 100), (2, 1, 100)];
     let writes = [(9, 0, 1), (2, 2, 1), (2, 1, 2), (10, 0, 1), (12, 1, 1), (1, 0, 1)];
-    rewrite_in_turn(Governor::Full, &programs, &writes);
+    rewrite_in_turn(requested(), Governor::Full, &programs, &writes);
 }
 
 /// A program that rewrites all of its memory from time to time, in its cgroup.
@@ -255,10 +264,11 @@ proptest! {
         on_request in any::<bool>(),
         is_slow in any::<bool>(),
         busy in prop_oneof![Just(0), 0_u32..5_000],
+        shows_lone in any::<bool>(),
     ) {
         let governor = if is_slow { Governor::Low } else { Governor::Full };
         let knobs = if on_request { Knobs::requested() } else { Knobs::driven() };
-        let host = SimHost::new(7, Costs::default(), Knobs { busy: Permyriad(busy), ..knobs });
+        let host = SimHost::new(7, Costs::default(), Knobs { busy: Permyriad(busy), shows_lone, ..knobs });
         let mut sim = Machine::with(host, Config { governor, ..common::config() });
         let mut limits = Vec::new();
         let (mut owners, mut pod, mut in_pod) = (Vec::new(), Vec::new(), 0);

@@ -81,6 +81,7 @@ impl Engine {
         self.adopt_snapshot(snapshot);
         self.adopt_saving();
         self.look_at_reserve();
+        self.requests.go_on(&self.table, &mut self.room.headroom);
         self.plan = Plan { broken_before: self.plan.broken_before, ..Plan::default() };
         let mut plan = SamplePlan { digest_seed: self.config.seed, lines: self.lines(), ..SamplePlan::default() };
         if !self.spending.paused {
@@ -201,8 +202,11 @@ impl Engine {
             self.ladder.visit_merged(&mut self.table, visits, pace.round_ns, allowance, &mut runs);
         }
         self.plan.pages = runs.iter().map(|run| u64::from(run.pages)).sum();
-        // We read neighbouring pages together.
-        runs.sort_by_key(|run| (run.region, run.first));
+        // We read neighbouring pages together. Mappings that the host didn't get to last time may be slow to read, so they
+        // come last.
+        let missed: BTreeSet<RegionKey> =
+            self.table.iter().filter(|region| region.survey.is_unread()).map(|region| region.view.key).collect();
+        runs.sort_by_key(|run| (missed.contains(&run.region), run.region, run.first));
         runs
     }
 
@@ -270,10 +274,8 @@ impl Engine {
     /// Moves on in the regions that we're reading whole, and judges the ones that we've read to the end. What the host
     /// left unread is due again.
     fn end_examinations(&mut self, unread: &BTreeSet<RegionKey>) {
-        for region in self.table.iter_mut().filter(|_| !unread.is_empty()) {
-            if unread.contains(&region.view.key) {
-                region.survey.start_over();
-            }
+        for region in self.table.iter_mut() {
+            region.survey.record_planned(!unread.contains(&region.view.key));
         }
         let by_marks = self.carrier().by_marks;
         for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {
@@ -320,8 +322,7 @@ impl Engine {
     fn account_for_pairs(&mut self, outcome: &Outcome) {
         let now_ns = self.snapshot.now_ns;
         let index = &mut self.contents.index;
-        let headroom = &self.room.headroom;
-        let collisions = self.requests.record(&outcome.merges, &mut self.table, index, headroom, now_ns);
+        let collisions = self.requests.record(&outcome.merges, &mut self.table, index, now_ns);
         self.contents.note_colliding(&collisions.digests);
         let number = count(collisions.digests.len()) + collisions.spared;
         let contents = count(self.contents.index.len());

@@ -23,12 +23,7 @@ impl Engine {
         let now_ns = snapshot.now_ns;
         let appeared = self.running;
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
-        if !self.running {
-            for region in self.table.iter_mut() {
-                region.usage.merged_before = region.view.named;
-            }
-        }
-        self.running = true;
+        let is_first = !std::mem::replace(&mut self.running, true);
         let (adopted, unvisited) = self.experience.verdicts.give(&mut self.table, now_ns);
         if adopted > Pages(0) {
             self.ksmd.marker.adopt(now_ns, snapshot.ksm.broken);
@@ -47,6 +42,7 @@ impl Engine {
         }
         self.judge_by_family(now_ns);
         self.find_relatives();
+        self.note_merged_before(now_ns, is_first);
         self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;
@@ -55,6 +51,14 @@ impl Engine {
                 None => PageStatus::Removed,
             });
             self.table.release_slots();
+        }
+    }
+
+    /// Notes new regions that are marked already: an earlier run has merged pages there, or we have, and the mapping has
+    /// grown or moved since. A child has its parent's marks, too, but shares its pages through fork.
+    fn note_merged_before(&mut self, now_ns: u64, is_first: bool) {
+        for region in self.table.iter_mut().filter(|region| region.seen_ns == now_ns) {
+            region.usage.merged_before = region.view.named && (is_first || !region.has_relatives);
         }
     }
 

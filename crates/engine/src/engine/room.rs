@@ -4,13 +4,13 @@
 use super::Engine;
 use crate::headroom::Headroom;
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
-use crate::keys::OwnerKey;
+use crate::keys::{OwnerKey, RegionKey};
 use crate::marking::extents::CUT_PAGES;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
 use crate::relief::{CopyBudget, Part, Relief};
 use crate::reserve::Reserve;
-use crate::units::Pages;
+use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
 #[derive(Debug, Default)]
@@ -49,7 +49,17 @@ impl Engine {
     pub(super) fn look_at_headroom(&mut self) {
         let planner = self.planner();
         let Snapshot { memory, limits, .. } = &self.snapshot;
-        let mergeable = by_owner(&self.table, limits, |region| planner.mergeable(region));
+        // What waits for unmarking is still merged, though it's no longer among the marks.
+        let mut waiting: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
+        for span in self.ksmd.marker.spans_to_unmark() {
+            if let Some(region) = self.table.at(span.region, span.first) {
+                *waiting.entry((region.view.key, region.view.first)).or_default() += span.pages;
+            }
+        }
+        let mergeable = by_owner(&self.table, limits, |region| {
+            let waiting = waiting.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
+            (planner.mergeable(region) + waiting).min(region.resident())
+        });
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
         self.look_for_relief();
         let mut is_merging = self.judge_full_again();

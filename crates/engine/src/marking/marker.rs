@@ -303,8 +303,12 @@ impl Marker {
     }
 
     fn waiting(&self) -> Waiting {
-        let changes = self.urgent.changes.iter().chain(&self.broken.changes);
-        changes.map(|Change { span, .. }| ((span.region, span.first), span.first + span.pages.0)).collect()
+        self.spans_to_unmark().map(|span| ((span.region, span.first), span.first + span.pages.0)).collect()
+    }
+
+    /// The spans that wait for unmarking.
+    pub fn spans_to_unmark(&self) -> impl Iterator<Item = &Span> {
+        self.urgent.changes.iter().chain(&self.broken.changes).map(|change| &change.span)
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions with copies that `step` allows, we

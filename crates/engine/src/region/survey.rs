@@ -31,6 +31,8 @@ pub struct Survey {
     next: u64,
     /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
+    planned: Planned,
+    unread: bool,
     probes: Vec<Probe>,
     /// The probe after the last one that we found: we read regions upwards.
     next_probe: usize,
@@ -39,6 +41,13 @@ pub struct Survey {
     /// Recent samples after we first read the region whole, and unmerged duplicates among them.
     resampled: u64,
     renewed: u64,
+}
+
+/// What we plan to sample in one cycle.
+#[derive(Clone, Copy, Debug, Default)]
+struct Planned {
+    runs: u64,
+    pages: u64,
 }
 
 /// A remembered page.
@@ -58,6 +67,8 @@ impl Survey {
             order: order(view, seed),
             next: 0,
             visited: 0,
+            planned: Planned::default(),
+            unread: false,
             probes: Vec::new(),
             next_probe: 0,
             revisited: 0,
@@ -82,12 +93,24 @@ impl Survey {
         self.next += 1;
         let pages = RUN_PAGES.min(view.pages.0 - first);
         self.visited += pages;
+        self.planned.runs += 1;
+        self.planned.pages += pages;
         (view.first + first, pages)
     }
 
-    /// Goes through all runs from the first again, because some weren't read.
-    pub fn start_over(&mut self) {
-        self.next = 0;
+    /// Records whether the runs planned in this cycle were read. If not, they come next.
+    pub fn record_planned(&mut self, are_read: bool) {
+        let Planned { runs, pages } = std::mem::take(&mut self.planned);
+        if !are_read {
+            self.next = self.next.saturating_sub(runs);
+            self.visited = self.visited.saturating_sub(pages);
+        }
+        self.unread = !are_read;
+    }
+
+    /// Whether the host didn't get to the region in the last cycle.
+    pub fn is_unread(&self) -> bool {
+        self.unread
     }
 
     /// Runs not sampled yet in this cycle.

@@ -343,11 +343,17 @@ fn has_evidence(region: &Region, config: &Config) -> bool {
 
 /// Goes on reading, page by page, the regions that have reached the top level of the ladder.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
+    let mut slots: Vec<(bool, u32)> = Vec::new();
     for (slot, region) in table.numbered_mut() {
-        let Some(cursor) = region.life.cursor() else { continue };
-        if region.hold.left_alone {
-            continue;
+        if region.life.is_reading() && !region.hold.left_alone {
+            slots.push((region.survey.is_unread(), slot));
         }
+    }
+    // The ones that the host didn't get to last time come last, so that no others wait for them again and again.
+    slots.sort_unstable();
+    for (_, slot) in slots {
+        let Some(region) = table.get_mut(slot) else { continue };
+        let Some(cursor) = region.life.cursor() else { continue };
         let end = region.end();
         let mut at = Vpn(cursor.0.max(region.view.first.0));
         let mut may = allowance.pages_left(region.view.owner).min(*left);

@@ -98,9 +98,9 @@ impl CgroupLimits {
         }
         let mut has_new = false;
         for target in targets.values() {
-            // A target without regions has nothing to merge, and we may not know its cgroups yet.
-            let is_judged = target.exclusion.is_none() && !target.regions.is_empty();
-            if is_judged && self.owners.insert(target.owner) {
+            // A target without regions has nothing to merge, and we may not know its cgroups yet. One that we leave alone
+            // for a time has regions as long as marks stay there.
+            if !target.regions.is_empty() && self.owners.insert(target.owner) {
                 has_new = true;
                 for (mount, dir) in target.limiting() {
                     self.assign(mount, dir, target.owner);

@@ -132,7 +132,7 @@ impl SimHost {
                 huge,
                 digest: found,
                 active: private && asked && in_use(),
-                lone: lone && asked,
+                lone: lone && asked && self.knobs.shows_lone,
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }
@@ -230,6 +230,7 @@ impl Host for SimHost {
             ksm,
             mechanism,
             shows_frames: true,
+            shows_lone: self.knobs.shows_lone,
             hashes_lines,
             memory,
             cpu_pressure: None,

@@ -60,10 +60,11 @@ impl Engine {
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
+        let may_be_lone = !self.snapshot.shows_lone && self.room.headroom.is_limited(region.view.owner);
         if sample.lone {
             // The frame may be charged to another cgroup. If so, the program's copy comes on top, in its own.
             region.usage.merged.insert(sample.page);
-        } else {
+        } else if !may_be_lone {
             region.usage.record_unmerged(sample.page);
         }
         if !region.may_be_named(sample.page, now_ns) {
@@ -133,7 +134,8 @@ impl Engine {
     /// Whether a region may have pages that nobody else maps, and whose frames are charged to another cgroup.
     pub(in crate::engine) fn may_be_charged_elsewhere(&self, region: &Region) -> bool {
         let on_request = !self.carrier().by_marks;
-        on_request && !region.usage.merged.is_empty() && self.room.headroom.is_limited(region.view.owner)
+        let has_merged = region.usage.merged_before || !region.usage.merged.is_empty();
+        on_request && has_merged && self.room.headroom.is_limited(region.view.owner)
     }
 
     /// If a process has no headroom left, we read its region again once there is some.
@@ -190,6 +192,7 @@ impl Engine {
             let needs_merged = self.needs_merged(known);
             return !self.requests.is_kept(own.location) && self.requests.add(own, known, digest, needs_merged);
         }
-        !self.requests.is_kept(kept) && self.requests.add(known, own, digest, false)
+        // The program may write the page before we merge.
+        !self.requests.is_kept(kept) && self.requests.add(known, own, digest, self.needs_merged(own))
     }
 }
