@@ -52,11 +52,11 @@ pub struct Config {
     pub mechanism: Mechanism,
     /// Which pages are worth merging.
     pub only: Only,
-    /// The share of one core for pagefold and ksmd together, in place of the governor's (UKSM `p`).
+    /// The share of one core for pagefold and ksmd together (UKSM `p`). Replaces the governor's.
     pub top_share: Option<Permyriad>,
-    /// How long a global round takes, in place of the governor's (UKSM `t`), nanoseconds.
+    /// How long a global round takes, nanoseconds (UKSM `t`). Replaces the governor's.
     pub round_ns: Option<u64>,
-    /// What we may do to targets in a second.
+    /// How much we may do to targets in a second: pages read, stops, moves.
     pub limits: Limits,
     /// The limits of groups of processes, by their [`GroupKey`](crate::keys::GroupKey).
     pub groups: Vec<GroupLimits>,
@@ -66,10 +66,11 @@ pub struct Config {
     pub bottom_share: Permyriad,
     /// The duplicate ratio at which we promote a region (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same when merging on request, where later visits only go to the duplicates.
+    /// The same ratio when we merge on request. It's lower, because later visits only go to the duplicates, not to
+    /// every marked page.
     pub request_threshold: Permyriad,
     /// We leave a region alone if this share of its pages changes between two visits (UKSM `V_cow`). At 100 % we also
-    /// merge where breaks cost more than merges save.
+    /// merge where COW breaks cost more than merges save.
     pub cow_threshold: Permyriad,
     /// The age a region must have before we promote it (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
@@ -87,9 +88,9 @@ pub struct Config {
     pub split_above: Pages,
     /// We mark at most this many parts of mappings in one process: each may split a mapping in three.
     pub spans_per_process: usize,
-    /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
+    /// How long local and remote memory accesses take. We place pages on NUMA nodes by these figures.
     pub latencies: Latencies,
-    /// Headroom kept for COW.
+    /// Memory that we keep free for COW copies.
     pub reserve: ReserveSettings,
     /// The seed of every permutation and digest.
     pub seed: u64,

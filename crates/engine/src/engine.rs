@@ -67,7 +67,7 @@ pub struct Engine {
     contents: Contents,
     /// Our marks for ksmd, and its scans.
     ksmd: Ksmd,
-    /// The pairs that we name on request.
+    /// The pairs of pages that we ask the kernel to merge, if we merge on request.
     requests: Requests,
     /// The families of forks whose shared pages we merge.
     families: Families,
@@ -166,9 +166,9 @@ impl Engine {
         self.saving.latest()
     }
 
-    /// How many pages programs need if they write to every merged page. With marks that's at least KSM's count: it
-    /// covers other programs' memory, too, but lacks the zeros of huge pages that ksmd has split. On request we don't
-    /// use KSM's count: only scans of ksmd would correct it.
+    /// How many pages programs need if they write to every merged page. With ksmd we take our own count or KSM's,
+    /// whichever is higher: KSM's covers other programs' memory, too, but lacks the zeros of huge pages that ksmd has
+    /// split. On request we don't use KSM's count, because only ksmd's scans would keep it up to date.
     pub fn returns_at_worst(&self) -> Pages {
         let of_machine = self.snapshot.ksm.saved();
         match self.saving.latest() {
@@ -178,8 +178,9 @@ impl Engine {
         }
     }
 
-    /// Roughly how many of the pages that KSM counts as merged have been unmapped: at most KSM's count less the merged
-    /// pages of living processes, because programs may have unmapped memory that ksmd hadn't merged yet.
+    /// Roughly how many of the pages that KSM counts as merged have been unmapped. Programs may also have unmapped
+    /// pages that ksmd hadn't merged yet, so the result is at most KSM's count less the merged pages of living
+    /// processes.
     fn exited(&self, ksm: &KsmView) -> Pages {
         let exited = self.ksmd.scheduler.exited();
         if exited == Pages(0) {

@@ -176,7 +176,7 @@ fn keyed_word(key: u64, number: u64) -> u64 {
     finalize(key.wrapping_add((number + 1).wrapping_mul(INCREMENT)))
 }
 
-/// Combines the two halves of a product.
+/// XORs the two halves of the 128-bit product.
 fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
@@ -275,7 +275,8 @@ mod tests {
         }
     }
 
-    /// The pages' digests, with a stand-in for the kernel, and how many hashes by all lines it computed.
+    /// The pages' digests, computed with a stand-in for the kernel, and how many hashes by all lines the stand-in
+    /// computed.
     fn line_digests(lines: u32, pages: &[Option<PageBytes>]) -> (Vec<Option<Digest>>, u32) {
         let digester = LineDigester::new(7, lines);
         let (mut digests, mut strong) = (vec![None; pages.len()], 0);
@@ -313,7 +314,7 @@ mod tests {
             sparse.sort_unstable();
             sparse.dedup();
             assert_eq!(sparse.len(), LINES as usize, "pages that are hardly used are told apart");
-            // Pages with zeros in all hashed lines.
+            // Only pages with zeros in all hashed lines are hashed again.
             assert_eq!(strong, if lines == LINES { 0 } else { 2 + LINES - lines });
         }
     }

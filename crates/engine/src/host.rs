@@ -55,8 +55,8 @@ pub struct Snapshot {
     /// Whether pages can be hashed in place, by some of their cache lines.
     pub hashes_lines: bool,
     pub memory: MemoryView,
-    /// The largest share of the last 10 s in which some task of a cgroup with a judged process waited for a CPU (PSI
-    /// `some avg10` of its `cpu.pressure`), if the kernel reports it. May be some seconds old.
+    /// The share of the last 10 s in which some task waited for a CPU (PSI `some avg10` in `cpu.pressure`): the highest
+    /// of all cgroups with a process that we judge. `None` if the kernel doesn't report it. May be some seconds old.
     pub cpu_pressure: Option<Permyriad>,
     /// Cgroup limits on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,
@@ -98,7 +98,8 @@ pub struct NodeView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerView {
     pub owner: OwnerKey,
-    /// The node it's bound to, `None` if it may run on several. Then its home is the node with most of its memory.
+    /// The node that the process is bound to. `None` if it may run on several nodes: then its home is the node with
+    /// most of its memory.
     pub home: Option<NodeKey>,
     /// The process's nice value, from -20 (highest priority) to 19.
     pub nice: i8,
@@ -154,7 +155,7 @@ pub struct KsmView {
     /// Copies made so far because programs wrote merged pages (`cow_ksm` in `/proc/vmstat`, which counts unmerging,
     /// too).
     pub broken: u64,
-    /// Huge pages split so far. Like `broken`, it may be missing now and then, which looks like 0.
+    /// Huge pages split so far. Like `broken`, this is 0 now and then, when the host couldn't read it.
     pub splits: HugeSplits,
     /// False if we must not control KSM, because another program has changed a knob or this is a dry run. We go on
     /// judging, but order nothing.
@@ -167,7 +168,7 @@ impl KsmView {
         self.sharing + self.zero
     }
 
-    /// The merged pages of processes: the saved ones, and one of each set of equal ones.
+    /// All pages that map merged frames: the saved ones, plus one for each frame.
     pub fn merged(&self) -> Pages {
         self.shared + self.saved()
     }
@@ -178,7 +179,7 @@ impl KsmView {
 pub struct HugeSplits {
     /// `thp_split_page`: into base pages, as when one of them is merged.
     pub pages: u64,
-    /// `thp_split_pmd`: only in a process's page table, as when part of one is marked.
+    /// `thp_split_pmd`: only in a process's page table, as when part of a huge page is marked.
     pub mappings: u64,
 }
 
@@ -207,7 +208,7 @@ pub struct LimitView {
     pub key: LimitKey,
     /// How much memory its processes may have. 0 if we don't know yet.
     pub limit: Pages,
-    /// How much of it is left. Page cache that the kernel reclaims before it kills counts as left.
+    /// How much of it is left. Page cache that the kernel would reclaim before it kills a process counts as left.
     pub left: Pages,
     /// The processes in scope that it applies to.
     pub owners: Vec<OwnerKey>,
@@ -250,18 +251,20 @@ pub struct SamplePlan {
     /// How many cache lines of a page to hash in place ([`LineDigester`](crate::hash::LineDigester)). `None`: read
     /// pages and digest them whole ([`Digester`](crate::hash::Digester)).
     pub lines: Option<u32>,
-    /// Digests by this few lines that pages with different contents have. Digest pages with these by all lines instead.
+    /// Digests by `lines` lines that pages with different contents have in common. Pages with such a digest must be
+    /// digested by all lines instead.
     pub colliding: Arc<DigestSet>,
-    /// Report which private pages of these regions are active, before reading them, and which are merged pages that
-    /// nobody else maps any more.
+    /// Which regions to report more about: which of their private pages were active before we read them, and which are
+    /// merged pages that nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
     /// Read pages of these regions that are shared through fork, too.
     pub forked: BTreeSet<RegionKey>,
     /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,
-    /// Look up whether those frames are charged to this limit's cgroup or one below.
+    /// Look up whether the frames of `inspect` are charged to this limit's cgroup or one below.
     pub charged_to: Option<LimitKey>,
-    /// Whether to count the saving: how many pages map each of those frames, and each process's merged zeros.
+    /// Whether to count the saving: how many pages map each frame of `inspect`, and how many merged zeros each process
+    /// has.
     pub count: bool,
 }
 
@@ -292,9 +295,9 @@ pub struct Samples {
 pub struct Counted {
     /// Each process's pages that ksmd made map the kernel's zero page instead of a frame of zeros.
     pub zeros: BTreeMap<OwnerKey, (LineageKey, Pages)>,
-    /// The pages to inspect that are shared through fork or map the kernel's zero page, for whatever reason. If a merge
-    /// splits a huge page, the kernel also maps the zero page in place of the zeros in it, which `zeros` doesn't count
-    /// (Linux 6.12).
+    /// The inspected pages that are shared through fork or map the kernel's zero page, for whatever reason. `zeros`
+    /// doesn't count all of them: if a merge splits a huge page, the kernel maps the zero page in place of the zeros in
+    /// it, too (Linux 6.12).
     pub others: Vec<StateSample>,
 }
 
@@ -395,7 +398,7 @@ pub enum Why {
     MemoryShort,
     /// Unmarked because its pages are charged to another cgroup, with a limit that has no headroom for them.
     Charge,
-    /// Unmarked because ksmd merged almost none of its duplicates: it's pinned, or its copies are.
+    /// Unmarked because ksmd merged almost none of its duplicates: these pages or their copies are pinned.
     Unmerged,
     /// A user asked for it.
     Asked,
@@ -418,7 +421,7 @@ pub struct Actions {
     /// How much to do in one stop of a target.
     pub stop: StopSize,
     pub scan: ScanOrder,
-    /// Pages to merge with each other, where that's the mechanism.
+    /// Pages to merge with each other, if we merge on request.
     pub merge: Vec<MergeRange>,
     /// Merged frames to move to another NUMA node.
     pub moves: Vec<Move>,
@@ -439,8 +442,8 @@ pub struct MergeRange {
     pub take: PageRun,
     /// The pages that replace them.
     pub keep: Keep,
-    /// Only merge with pages that are merged already. For any other page, its cgroup would have to keep one more page,
-    /// and it has no headroom for that.
+    /// Only merge if the page to keep is merged already. Otherwise the kept page's cgroup would have to pay for one
+    /// more page, and has no headroom for it.
     pub needs_merged: bool,
 }
 
@@ -551,7 +554,7 @@ pub struct Outcome {
     pub stops: Vec<Stops>,
     /// Huge pages collapsed again in memory that we unmarked because merges there don't last.
     pub collapsed: u64,
-    /// How many frames moved. The others had changed, or the kernel refused.
+    /// How many frames moved. The other pages had changed, or the kernel refused to move them.
     pub moved: u64,
     /// CPU time of moving, nanoseconds.
     pub move_ns: u64,

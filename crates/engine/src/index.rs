@@ -1,10 +1,10 @@
 //! The index: which contents we've seen, on which page first, and how often.
 //!
 //! UKSM keeps two trees of hashes, for merged and unmerged pages (section 5.3), and nuKSM cuts each into a forest so
-//! that no tree grows deep (section 4.3). Our merged pages are in the kernel, so we need only one entry for each
-//! *content*, with a small count of its copies. We divide the forest by range of the fingerprint, and each tree is a
-//! short sorted array. A lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, we cut
-//! all trees in two.
+//! that no tree grows deep (section 4.3). The kernel knows which pages are merged, so we need only one entry for each
+//! *content*, with a small count of its copies. Each of our trees holds a range of fingerprints, in a short sorted
+//! array. A lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, we cut all trees in
+//! two.
 //!
 //! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 
@@ -178,7 +178,7 @@ impl Index {
         self.entry(digest).map(Entry::location).filter(|location| location.slot != NO_SLOT)
     }
 
-    /// The only page where we saw a content, if it's only one.
+    /// The page where we saw a content, if we saw it on no other page.
     pub fn only_page_of(&self, digest: Digest) -> Option<Location> {
         self.entry(digest).filter(|entry| entry.count() == 1).map(Entry::location)
     }
@@ -228,7 +228,8 @@ impl Index {
         }
     }
 
-    /// Cuts every tree in two, because all trees are chosen by the same number of bits.
+    /// Cuts every tree in two. One tree can't be cut alone, because the same number of leading bits chooses among all
+    /// of them.
     fn double(&mut self) {
         self.bits += 1;
         let bits = self.bits;

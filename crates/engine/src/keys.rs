@@ -12,7 +12,8 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
-/// The process that a region belongs to, by a number that stays the same in every run until the machine restarts.
+/// A number for the process that a region belongs to. It stays the same in every run of pagefold until the machine
+/// restarts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LastingKey(pub u64);
@@ -29,7 +30,7 @@ pub struct LimitKey(pub u32);
 
 /// Gives out numbers for keys. After the last number it begins again and skips the ones in use.
 ///
-/// A program that maps and unmaps thousands of mappings a second uses up 2^32 of them within days.
+/// A program that maps and unmaps thousands of mappings a second uses up all 2^32 numbers within days.
 #[derive(Clone, Debug, Default)]
 pub struct KeyCounter {
     last: u32,

@@ -20,7 +20,8 @@
 //! | Which pages do we merge with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
 //! | How much may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
-//! | Is there room if merged pages come back as copies? | [`reserve`]; below cgroup limits: [`headroom`], [`relief`] |
+//! | Is there memory for the copies if programs write to merged pages? | [`reserve`]; below cgroup limits:
+//! [`headroom`], [`relief`] |
 //! | Which contents have we seen? | [`index`], by [`hash`]; how much of a page we hash: [`strength`] |
 //! | What does the next run keep of our knowledge? | [`learned`] |
 //! | How much do we save? | [`saving`] |

@@ -61,7 +61,7 @@ pub struct Region {
     /// What its process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
-    /// Whether a process in scope that's related to its own by fork has a region at the same place.
+    /// Whether another process in scope, related to the region's own by fork, has a region at the same address.
     pub has_relatives: bool,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
@@ -104,7 +104,7 @@ impl Region {
     /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
-        // The region may have been unmarked since.
+        // Somebody may have unmarked the region since we named a page in it.
         self.usage.named &= view.named || !self.view.named;
         self.view = view;
         self.hold.left_alone = view.left_alone;
@@ -138,8 +138,8 @@ impl Region {
         matches!(self.fork, Fork::First | Fork::Follows)
     }
 
-    /// Whether a page may be shared through fork although it looks merged, as all such pages do in marked mappings with
-    /// Linux 6.12. On request, we know which ones we've merged.
+    /// Whether a page that looks merged may only be shared through fork. In marked mappings, Linux 6.12 shows both
+    /// alike. On request, we know which pages we've merged.
     pub fn may_be_shared(&self, sample: &PageSample) -> bool {
         let is_named = self.fork != Fork::Alone && self.is_named();
         is_named && sample.state == PageState::Merged && !self.usage.merged.contains(sample.page)
@@ -221,7 +221,8 @@ impl Region {
         !rests && !self.usage.is_busy(page, now_ns)
     }
 
-    /// The share of its pages that rest, because merges there don't pay. On request only those that were written rest.
+    /// The share of its pages that rest: we leave them alone for a time because merges there don't pay. On request only
+    /// written pages rest.
     pub fn resting(&self) -> Permyriad {
         let mut pages = 0;
         for (number, _) in self.usage.cow_breaks.resting() {
@@ -271,8 +272,7 @@ impl Region {
     }
 
     /// Whether reading a page can still show if its process uses it. Our second read of a page makes it active, so only
-    /// the first two count: the first two passes of sampling, or reading the whole region before the first pass has
-    /// ended.
+    /// the first two reads count: the first two passes of sampling, or the first pass and reading the region whole.
     pub fn shows_activity(&self) -> bool {
         let cycles = if self.life.is_reading() { 1 } else { 2 };
         !self.usage.activity_known && self.survey.visited() <= cycles * self.view.pages.0
@@ -385,7 +385,7 @@ impl Region {
         runs
     }
 
-    /// All pages found in it, once we've read it whole.
+    /// The resident pages and duplicates in it, once we've read it whole.
     pub fn counts(&self) -> Counts {
         self.extents.values().map(Extent::counts).sum()
     }

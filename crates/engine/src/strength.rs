@@ -7,7 +7,8 @@
 //! pages of all processes again. So we only make a change that has paid for itself:
 //!
 //! - The number of lines rises once wasted comparisons have cost more than stronger hashes of the same pages would
-//!   have, plus stronger hashes of everything in the index. It rises at once to the highest number where that's true.
+//!   have, plus stronger hashes of everything in the index. It rises at once to the highest number for which that's
+//!   true.
 //! - We try the lowest number again once it would have saved many times the cost of reading everything again. Each time
 //!   that turns out to be wrong, we return to the old number, and the next try must save four times as much.
 //!
@@ -24,8 +25,7 @@ const PAGE_LINES: u64 = 10;
 const COLLISION_LINES: u64 = 256;
 /// Wasted comparisons only count once there are this many: pages written after we hashed them always cause some.
 const COLLISIONS_MIN: u64 = 256;
-/// We count comparisons over at least this many pages, and over this many times the pages in the index. Then we halve
-/// the counts.
+/// We halve the counts after this many pages, or after `WINDOW_PARTS` times the contents in the index if that's more.
 const WINDOW_PAGES: u64 = 1 << 20;
 const WINDOW_PARTS: u64 = 4;
 /// We only try [`WEAKEST`] again if it would have saved this many times the cost of reading everything again.
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn pages_alike_but_for_one_word_are_hashed_whole_after_one_change() {
         let mut strength = Strength::default();
-        // A page collides unless its word is among the hashed ones.
+        // The pages differ in one word only, so they collide unless we hash the line with that word.
         let alike = |lines: u32| f64::from(LINES - lines) / f64::from(LINES);
         assert_eq!(run(&mut strength, 10, 10, alike), 1);
         assert_eq!(strength.lines(), LINES);

@@ -1,4 +1,4 @@
-//! Work that may wait: a small share of a core, in small portions, spread over time.
+//! Limits work that may wait to a small share of a core. It's done in small portions, spread over time.
 
 use crate::governor::share_ns;
 use crate::units::Permyriad;
@@ -93,7 +93,7 @@ mod tests {
         bucket.spend(1, 30_000_000);
         assert_eq!(bucket.portion(86_430 * S), 0);
         assert!(bucket.portion(86_440 * S) > 0);
-        // Time that goes back changes nothing.
+        // A clock that goes back changes nothing.
         assert!(bucket.portion(0) > 0);
     }
 }

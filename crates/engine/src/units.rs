@@ -28,13 +28,13 @@ pub const fn whole(number: f64) -> u64 {
     number as u64
 }
 
-/// How much larger one number is than another, each capped at 2^63 - 1.
+/// `one - other`, each capped at 2^63 - 1.
 pub fn difference(one: u64, other: u64) -> i64 {
     let one = i64::try_from(one).unwrap_or(i64::MAX);
     one - i64::try_from(other).unwrap_or(i64::MAX)
 }
 
-/// The lowest `bits` of a number, at most 32.
+/// The lowest `bits` bits of a number.
 ///
 /// # Panics
 ///
@@ -155,7 +155,7 @@ impl Vpn {
 }
 
 impl Permyriad {
-    /// `part` of `whole`, rounded down. A part of 0 is 0.
+    /// The share that `part` is of `whole`, rounded down. 0 of 0 is 0.
     pub fn of(part: u64, whole: u64) -> Self {
         let share = u128::from(part) * 10_000 / u128::from(whole.max(1));
         Self(u32::try_from(share).unwrap_or(u32::MAX))

@@ -15,7 +15,7 @@ const COLLIDING_MOST: usize = 1 << 16;
 pub(super) struct Contents {
     pub index: Index,
     pub strength: Strength,
-    /// Digests that collide at this strength: pages with different contents have them in common.
+    /// Digests that pages with different contents have in common, at the present strength.
     pub colliding: Arc<DigestSet>,
     /// The same digests, cut to the 32 bits that surveys keep.
     pub colliding_fingerprints: FxHashSet<u32>,
@@ -70,8 +70,8 @@ impl Engine {
     }
 
     /// Forgets all digests, because new ones will cover more or fewer cache lines and can't be compared with them. We
-    /// survey regions without merged pages again instead of reading them whole right away: their pages only looked
-    /// equal because they differ in few bytes, and with more lines hashed most don't.
+    /// sample regions without merged pages again instead of reading them whole right away. Most of their pages only
+    /// looked equal because they differ in few bytes. Once we hash more lines, they don't.
     pub(super) fn forget_digests(&mut self) {
         self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
         let top = self.ladder.levels();

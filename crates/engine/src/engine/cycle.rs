@@ -16,7 +16,8 @@ use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// While programs write to merged pages and so get copies, our visits to merged pages may take this share of a core.
+/// While programs write to merged pages, we visit merged pages to see which ones last. Visits may take this share of a
+/// core.
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
@@ -88,7 +89,8 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             let has_nodes = self.snapshot.nodes.len() > 1;
-            // Flags tell whether others have written a page, too (`PageSample::lone`).
+            // We also ask where we observe COW breaks: if all the other sharers wrote their pages, ours isn't broken
+            // (`PageSample::lone`).
             let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
             let wants_flags = |region: &Region| {
                 is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
@@ -165,7 +167,7 @@ impl Engine {
         }
     }
 
-    /// Takes the saving from KSM's counters, where that's possible without looking up frames.
+    /// Takes the saving from KSM's counters if the host can't look up frames, or if nothing is merged.
     fn adopt_saving(&mut self) {
         let Snapshot { now_ns, ksm, shows_frames, .. } = &self.snapshot;
         if !shows_frames {
@@ -177,7 +179,8 @@ impl Engine {
         self.record_counted();
     }
 
-    /// Whether nothing on the whole machine can be merged. KSM doesn't count zeros of huge pages that it has split.
+    /// Whether surely nothing is merged on the whole machine. KSM doesn't count zeros of huge pages that it has split,
+    /// so we also ask whether any region may have some.
     fn is_nothing_merged(&self) -> bool {
         let may_be = |region: &Region| !region.usage.own.is_empty() && !region.mergeable_runs().is_empty();
         self.snapshot.ksm.merged() == Pages(0) && !self.table.iter().any(may_be)
@@ -271,8 +274,8 @@ impl Engine {
         }
     }
 
-    /// Moves on in the regions that we're reading whole, and judges the ones that we've read to the end. What the host
-    /// left unread is due again.
+    /// Notes how far we are in the regions that we're reading whole, and judges the ones that we've read to the end.
+    /// Mappings that the host didn't get to are due again.
     fn end_examinations(&mut self, unread: &BTreeSet<RegionKey>) {
         for region in self.table.iter_mut() {
             region.survey.record_planned(!unread.contains(&region.view.key));

@@ -11,7 +11,7 @@ use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
 use crate::units::Pages;
 
-/// We decide on this many regions in each cycle.
+/// With more regions than this, we only decide at the end of a round.
 const DECIDED_EACH_CYCLE: usize = 1 << 13;
 
 impl Engine {
@@ -144,7 +144,7 @@ impl Engine {
         self.watch(region, sampled)
     }
 
-    /// Why we only watch a region or wait with it.
+    /// Why we only watch a region, or wait for headroom.
     fn watch(&self, region: &Region, sampled: f64) -> Decision {
         if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));

@@ -24,11 +24,11 @@ use rustc_hash::{FxHashMap, FxHashSet};
 /// records, while all of them together free one frame.
 const RELATIVES_MOST: u64 = 20;
 
-/// The regions that relatives have at one place.
+/// The regions of related processes at the same address.
 #[derive(Debug)]
 struct Family {
     first: RegionKey,
-    /// Their slots.
+    /// The slots of these regions in the table.
     members: Vec<u32>,
     domain: DomainKey,
     /// Whether we may merge all of them. If one keeps the frame, merging the others saves nothing.
@@ -39,13 +39,14 @@ struct Family {
 #[derive(Debug, Default)]
 pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
 
-/// Relatives have regions at the same place.
+/// The key of a region's family: relatives have the same region at the same address.
 fn place(region: &Region) -> (LineageKey, Vpn) {
     (region.view.lineage, region.view.first)
 }
 
 impl Engine {
-    /// Finds the regions that processes have in common through fork, and says where we read their pages.
+    /// Finds the regions that processes have in common through fork, and decides in which of them we read the shared
+    /// pages.
     pub(super) fn find_relatives(&mut self) {
         let mut families: FxHashMap<_, Family> = FxHashMap::default();
         for (slot, region) in self.table.numbered_mut() {

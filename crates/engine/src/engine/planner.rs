@@ -20,10 +20,10 @@ pub(super) trait Planner {
     /// How many of a region's pages are or may be merged.
     fn mergeable(&self, region: &Region) -> Pages;
 
-    /// How many pages a region's process can need back at worst.
+    /// How many more pages a region's process needs at worst, if it writes to all its merged pages.
     fn may_return(&self, region: &Region) -> Pages;
 
-    /// Called for a region that we've read whole, once its limit has headroom again.
+    /// Called for a region that we've read whole, once its cgroup has headroom again.
     fn judge_again(&self, region: &mut Region, now_ns: u64, top: usize);
 }
 

@@ -87,7 +87,7 @@ impl Engine {
         any
     }
 
-    /// If a cgroup may exceed its limit, starts to look for pages of other cgroups that are charged to it.
+    /// If a cgroup may exceed its limit, starts to look for pages that are charged to it but that other cgroups map.
     fn look_for_relief(&mut self) {
         let Snapshot { now_ns, ksm, limits, .. } = &self.snapshot;
         self.room.needs_relief = false;

@@ -23,7 +23,7 @@ impl Engine {
                 region.usage.active.insert(sample.page);
             }
             if sample.lone {
-                // Others wrote the page, not this process.
+                // This process hasn't written the page: the other sharers have written theirs.
                 region.usage.cow_breaks.forget_page(sample.page);
             }
             if sample.node.is_some() {
@@ -44,7 +44,7 @@ impl Engine {
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
         if sample.state == PageState::Shared {
-            // We can't tell whether it was written before the fork.
+            // We can't tell whether the process wrote the page before it forked.
             region.usage.cow_breaks.forget_page(sample.page);
         }
         let duplicate = match sample.state {
@@ -53,7 +53,7 @@ impl Engine {
                 return;
             }
             PageState::ZeroMapped => {
-                // KSM merges zeros with the zero page. Pages that were never written are mapped there, too.
+                // KSM merges pages of zeros with the zero page. Pages that were never written map the zero page, too.
                 if region.usage.own.contains(sample.page) {
                     self.observe_merged(slot, sample.page, Digest::ZERO);
                 } else {
@@ -70,8 +70,9 @@ impl Engine {
         }
     }
 
-    /// Observes how long a merged page lasts. ksmd has merged nothing since it began to rest. Only pages in our marks
-    /// matter, or on request pages that have been written.
+    /// Observes how long a merged page lasts. ksmd has merged nothing since it began to rest, so the page has been
+    /// merged at least since then. We only observe pages in our marks, or on request pages that were written after a
+    /// merge.
     fn observe_merged(&mut self, slot: u32, page: Vpn, digest: Digest) {
         if !self.plan.visiting {
             return;
@@ -155,7 +156,8 @@ impl Engine {
         duplicate
     }
 
-    /// Looks a content up in the index and records this page there, unless the content doesn't count.
+    /// Looks a content up in the index and records this page there, unless we don't merge such contents
+    /// ([`Only`](crate::config::Only)).
     fn look_up(&mut self, slot: u32, sample: &PageSample) -> Occurrences {
         if !self.config.counts(sample.digest) {
             return Occurrences::None;
@@ -167,7 +169,7 @@ impl Engine {
             && let Some(only) = self.contents.index.only_page_of(digest)
         {
             match self.table.get(only.slot) {
-                // Most likely it's the same page in a relative that has ended.
+                // The page in the index is gone. Most likely it was the same page in a relative that has ended.
                 None => {
                     self.contents.index.point_to(digest, location);
                     return Occurrences::None;
@@ -181,7 +183,7 @@ impl Engine {
         self.contents.index.record(digest, location)
     }
 
-    /// Credits the page where we first saw a content with its first copy.
+    /// Counts the page where we first saw a content as a duplicate, now that we've found its first copy.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
         let by_marks = self.carrier().by_marks;
@@ -192,7 +194,7 @@ impl Engine {
         }
         if region.is_counted(page) {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
-                // Entries may be out of date, so we never count more than there is.
+                // The index may be out of date, so we never count more duplicates than resident pages.
                 extent.duplicate = (extent.duplicate + 1).min(extent.resident);
                 if by_marks {
                     region.life.advance(Event::Reopen);

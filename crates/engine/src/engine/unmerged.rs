@@ -1,4 +1,4 @@
-//! Compares what we expect marked memory to save with what ksmd has merged there.
+//! Compares how much we expect marked memory to save with how much of it ksmd has merged.
 //!
 //! Pages that the kernel or a device has pinned (io_uring's buffers, VFIO, RDMA) have duplicates like any others, but
 //! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory only costs scan time
@@ -16,11 +16,11 @@ use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
-/// ksmd has rested for this long, so that a count is later than its last merges, nanoseconds.
+/// We only judge once ksmd has rested for this long, nanoseconds. So the count is later than ksmd's last merges.
 const RESTED_NS: u64 = 1_000_000_000;
 /// We only judge a region if the pages that a count looks up include at least this many duplicates.
 const EXPECTED_MIN: u64 = 256;
-/// Memory merges if at least one in this many of its duplicates has merged.
+/// A region counts as merging if at least one in this many of its duplicates has merged.
 const MERGED_PART: u64 = 8;
 /// We unmark one in this many of the processes at once.
 const AT_ONCE: usize = 4;
@@ -92,7 +92,7 @@ impl Engine {
     }
 }
 
-/// Whether a count that looks up one page in `one_in` finds enough of a region's duplicates.
+/// Whether a count that looks up one page in `one_in` includes enough of a region's duplicates to judge it.
 fn is_judged(region: &Region, one_in: u64) -> bool {
     region.marks.counts().duplicate.0 / one_in >= EXPECTED_MIN
 }

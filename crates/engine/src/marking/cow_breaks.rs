@@ -6,9 +6,10 @@
 //! cost ([`breaks_cost_ns`]), extent by extent: a program that keeps rewriting its data doesn't touch the zeros of the
 //! heap around it. `n` breaks may be `2 * sqrt(n)` too many by chance, so four are no evidence.
 //!
-//! With ksmd an extent that doesn't pay is unmarked. On request only its written pages rest, because the others are
-//! still merged; so only breaks of written pages count there. After a rest we try the extent for as long as it rested,
-//! on request with few of its written pages. If that doesn't pay, the extent rests for twice as long.
+//! An extent that doesn't pay rests: we leave it alone for a time. With ksmd we unmark it. On request only its written
+//! pages rest, because the others are still merged, so we only count breaks of written pages. After the rest we try the
+//! extent for as long as it rested, on request with few of its written pages. If that doesn't pay, the extent rests for
+//! twice as long.
 
 use crate::hash::Digest;
 use crate::marking::profit::{breaks_cost_ns, saved_worth_ns};
@@ -20,13 +21,13 @@ use std::ops::Range;
 
 /// We observe at most this many pages in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// We forget half of what we saw each time this long has passed, nanoseconds. No page counts as merged for longer at
-/// once, so that we notice if a program changes its ways.
+/// We halve our counts each time this long has passed, nanoseconds. A page counts as merged for at most this long, so
+/// that we notice if a program changes its ways.
 const MEMORY_NS: u64 = 600_000_000_000;
 /// After a rest, on request, we try one written page in this many.
 const TRIED_PART: u64 = 8;
-/// We only observe as many pages as we can visit again within this time, nanoseconds: a page that's written and merged
-/// again between two visits seems to have stayed merged.
+/// We only observe as many pages as we can visit again within this time, nanoseconds. If a page is written and merged
+/// again between two visits, we believe that it stayed merged.
 const VISIT_AGAIN_NS: u64 = 20_000_000_000;
 
 /// Observed breaks of a region's merged pages, and the extents where we leave pages alone because of them.
@@ -40,9 +41,10 @@ pub struct CowBreaks {
     visitable: Option<usize>,
     /// Observations that have ended, by extent.
     ended: BTreeMap<u64, BreakTally>,
-    /// Extents with breaks since we last judged them: only a break can make a verdict worse.
+    /// Extents with breaks since we last judged them. We judge no others, because only a break can make a verdict
+    /// worse.
     broken: BTreeSet<u64>,
-    /// When we last forgot half of them, nanoseconds.
+    /// When we last halved `ended`, nanoseconds.
     forgot_ns: u64,
     /// Extents that rest, or that we try again after a rest.
     rests: BTreeMap<u64, Rest>,
@@ -50,7 +52,7 @@ pub struct CowBreaks {
 
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// When it was merged with this content, when we first saw it merged, and when we last did, nanoseconds.
+    /// When the page was merged, when we first saw it merged, and when we last saw it merged, nanoseconds.
     since_ns: u64,
     first_ns: u64,
     last_ns: u64,
@@ -64,7 +66,7 @@ impl Probe {
     }
 }
 
-/// How long pages stayed merged, and how often programs wrote them then.
+/// How long pages stayed merged in all, and how often programs wrote them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BreakTally {
     merged_ns: u64,
@@ -80,7 +82,7 @@ impl BreakTally {
         certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
     }
 
-    /// The breaks less those that may be chance.
+    /// The number of breaks, less as many as may be chance.
     fn certain_breaks(&self) -> f64 {
         let breaks = self.breaks as f64;
         (breaks - 2.0 * breaks.sqrt()).max(0.0)
@@ -111,7 +113,7 @@ enum RestPhase {
     Resting {
         until_ns: u64,
     },
-    /// It may be merged again. The trial begins once it is.
+    /// The extent may be merged again. Its trial begins once a page of it is merged.
     Over,
     Trial {
         until_ns: u64,
@@ -119,7 +121,8 @@ enum RestPhase {
 }
 
 impl CowBreaks {
-    /// Records a page that has been merged since `since_ns`. A page that rests doesn't stay merged: we unmark it.
+    /// Records a page that has been merged since `since_ns`. Pages of resting extents don't count, because we're about
+    /// to unmark them.
     pub fn record_merged(&mut self, page: Vpn, since_ns: u64, now_ns: u64, digest: Digest) {
         match self.rests.get_mut(&page.extent()) {
             Some(Rest { phase: RestPhase::Resting { .. }, .. }) => return,
@@ -139,7 +142,8 @@ impl CowBreaks {
                 }
                 return;
             }
-            // A page that its program has given back maps the zero page, too, once it's read.
+            // The program may not have written the page but given it back to the kernel: after that, a read maps the
+            // zero page.
             Some(_) if digest == Digest::ZERO => self.forget_page(page),
             // The page was written and merged again since our last visit.
             Some(_) => self.record_written(page, now_ns),
@@ -161,12 +165,13 @@ impl CowBreaks {
         self.broken.insert(page.extent());
     }
 
-    /// Stops observing a page without a break, as when its program has given it back.
+    /// Stops observing a page without counting a break, for example if its program has given it back.
     pub fn forget_page(&mut self, page: Vpn) {
         self.probes.remove(&page);
     }
 
-    /// Stops observing a page if its content's fingerprint is one that contents share: it gets another digest now.
+    /// Stops observing a page if different contents share its fingerprint. Such contents have got other digests, which
+    /// would look like a write.
     pub fn forget_colliding(&mut self, page: Vpn, is_shared: impl Fn(u32) -> bool) {
         if self.probes.get(&page).is_some_and(|probe| is_shared(probe.fingerprint)) {
             self.forget_page(page);
@@ -236,7 +241,7 @@ impl CowBreaks {
         losses
     }
 
-    /// What we've seen in some extents.
+    /// Our observations in some extents.
     fn tally(&self, extents: Range<u64>) -> BreakTally {
         let mut sum = BreakTally::default();
         for tally in self.ended.range(extents.clone()) {
@@ -259,9 +264,9 @@ impl CowBreaks {
         }
     }
 
-    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended. With ksmd (`by_marks`) it
-    /// may take long until the memory is marked and merged again. On request few of the pages are tried, and may have no
-    /// copy.
+    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended. With ksmd (`by_marks`)
+    /// a trial only begins once a page is merged again, which may take long. On request it begins at once: we only try
+    /// few of the pages, and they may have no copy.
     pub fn end_rests(&mut self, now_ns: u64, by_marks: bool) -> bool {
         let mut any = false;
         self.rests.retain(|_, rest| match rest.phase {
@@ -300,7 +305,7 @@ impl CowBreaks {
         self.rests.retain(|extent, _| extents.contains(extent));
     }
 
-    /// Breaks of a merged page per million seconds, at least.
+    /// How many breaks a merged page has per million seconds, at least.
     pub fn rate(&self) -> u64 {
         let all = self.tally(0..u64::MAX / EXTENT_PAGES);
         whole(all.certain_breaks() * 1_000_000.0) / (all.merged_ns / 1_000_000_000).max(1)
@@ -330,7 +335,7 @@ mod tests {
         Governor::Full.pace().price_ns
     }
 
-    /// `times` times: merges each extent's first `pages` pages, and writes them `every_s` s later.
+    /// Merges each extent's first `pages` pages and writes them `every_s` seconds later, all of it `times` times.
     fn written(breaks: &mut CowBreaks, extents: &[u64], pages: u64, every_s: u64, times: u64, digest: Digest) {
         for time in 0..times {
             for extent in extents {

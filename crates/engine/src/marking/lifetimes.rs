@@ -20,7 +20,7 @@ struct Record {
     ended: Vec<u64>,
     /// The index in `ended` that the next life overwrites.
     next: usize,
-    /// The age of the oldest living region of the family when the last one began.
+    /// The age of the family's oldest living region when its latest region appeared.
     living: Option<u64>,
     /// When a region of the family last began or ended.
     last_ns: u64,

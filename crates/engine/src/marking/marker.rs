@@ -42,13 +42,14 @@ const REFRESH_MIN: u64 = 1_024;
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
-    /// Work that doesn't pay at the governor's price and waits: thin extents, and marks that bring little.
+    /// Work that waits because it doesn't pay at the governor's price: extents with few duplicates, and marks that
+    /// bring little.
     thin: Wave,
     small: Wave,
-    /// The price for which we last lowered the density, nanoseconds, and when the next region is old enough for that.
+    /// The price for which we last lowered the density, nanoseconds, and when we may lower it for the next region.
     price_ns: u64,
     thin_at_ns: u64,
-    /// The pages that each of the last marks adds to earlier marks, by its start.
+    /// The pages that each of the latest marks adds to earlier marks, by the mark's start.
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
@@ -80,8 +81,7 @@ pub struct Means<'a> {
 }
 
 impl Marker {
-    /// Whether marks are ready and scans should wait for them. Marks that don't pay wait for a scan, but no scan waits
-    /// for them.
+    /// Whether marks are ready and scans should wait for them. No scan waits for marks that don't pay yet.
     pub fn is_holding(&self) -> bool {
         self.held_since_ns.is_some() && self.small == Wave::default()
     }
@@ -91,12 +91,12 @@ impl Marker {
         self.has_thin_waiting() || self.small.added > Pages(0)
     }
 
-    /// Whether thin extents wait because they don't pay.
+    /// Whether extents with few duplicates wait because they don't pay yet.
     pub fn has_thin_waiting(&self) -> bool {
         self.thin.added > Pages(0)
     }
 
-    /// The work in a region that waits because it doesn't pay.
+    /// If a region has work that waits because it doesn't pay: all the work that waits with it.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
         if region.life.is_worth_marking() {
             return (self.small.added > Pages(0)).then_some(self.small);
@@ -105,8 +105,8 @@ impl Marker {
         is_thin.then_some(self.thin)
     }
 
-    /// When a region's thinner parts stop waiting for us to read newcomers, at the latest, nanoseconds. `None` if they
-    /// don't wait.
+    /// If a region's sparser extents wait until we've read new regions, which may hold copies of them: when that wait
+    /// ends at the latest, nanoseconds.
     pub fn awaits_newcomers_until_ns(&self, region: &Region, now_ns: u64, pace: Pace, config: &Config) -> Option<u64> {
         if self.thin_at_ns == u64::MAX || config.only == Only::Zeros {
             return None;
@@ -163,7 +163,8 @@ impl Marker {
             return Vec::new();
         }
         self.held_since_ns = None;
-        // Of two equal pages, ksmd keeps the one in the process that was marked later.
+        // Of two equal pages, ksmd keeps the one in the process that was marked later. So we mark the processes with
+        // the most headroom last.
         ready.sort_by_key(|(slot, _)| {
             let left = table.get(*slot).and_then(|region| headroom.of(region.view.owner));
             left.map_or(Pages(u64::MAX), |(_, left)| left)
@@ -238,8 +239,9 @@ impl Marker {
         }
     }
 
-    /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their
-    /// marks for unmarking. Rested extents are tried again. A region waits until its earlier spans are unmarked.
+    /// Lets extents rest where merges don't pay because the program soon writes the pages again, and queues their marks
+    /// for unmarking. Extents that have rested may be marked again. We skip a region while earlier spans of it wait for
+    /// unmarking.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, top: usize, pace: Pace, config: &Config) {
         if !config.filters_cow_breaks() {
             return;
@@ -311,8 +313,8 @@ impl Marker {
         self.urgent.changes.iter().chain(&self.broken.changes).map(|change| &change.span)
     }
 
-    /// Memory is short: queues one region's spans for unmarking. Among the regions with copies that `step` allows, we
-    /// take the most written one, or else the one with the fewest duplicates per page that ksmd visits.
+    /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
+    /// the most written one, or else the one with the fewest duplicates per page that ksmd visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
         if self.is_giving_room() {
             return;
@@ -345,14 +347,15 @@ impl Marker {
         }
         let any = self.queue_within(key, &region.marks.spans, first, end, why);
         if !any && !region.marks.spans.is_empty() {
-            // Its marks lie elsewhere.
+            // The region's marks lie elsewhere.
             return;
         }
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;
     }
 
-    /// Between two pages, spans may wait for unmarking because of breaks. A limit can't wait, so they're urgent now.
+    /// Makes spans between two pages urgent if they wait for unmarking because of COW breaks: a cgroup limit needs the
+    /// memory now.
     pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
         for Change { span, why } in std::mem::take(&mut self.broken.changes) {
             let span_end = span.first + span.pages.0;
@@ -392,7 +395,7 @@ impl Marker {
         region.leave_until(now_ns + pause_ns, LeaveAlone::Unmerged);
     }
 
-    /// Queues a span for unmarking. If it continues the last one, we extend that.
+    /// Queues a span for unmarking. If it continues the last queued span, we extend that one instead.
     fn queue(&mut self, span: Span, why: Why) {
         let changes = &mut self.unmarking_for(why).changes;
         match changes.back_mut() {
@@ -480,7 +483,7 @@ impl Marker {
         let price_ns = pace.price_ns;
         let rested_ns = scheduler.idle_ns(now_ns);
         let expected = std::mem::take(&mut self.expected);
-        // Such a scan visits every page as if it were new.
+        // A thorough scan visits every page as if it were new.
         let thorough = |duplicate| Wave { added: marked, walked: Pages(0), duplicate };
         if scheduler.merged().0 * 4 < expected.0 && thorough(expected).is_due(price_ns, rested_ns) {
             // smart_scan skipped the partners of these pages, because earlier visits had found nothing there.
@@ -560,7 +563,7 @@ impl Unmarking {
             let front = *self.changes.front()?;
             if let Some(region) = table.at(front.span.region, front.span.first) {
                 if region.hold.left_alone {
-                    // Don't keep the others waiting.
+                    // The other spans don't have to wait for this process.
                     self.changes.rotate_left(1);
                     self.next_ns = now_ns + RETRY_NS;
                     return None;
@@ -603,11 +606,12 @@ fn ready(
             continue;
         }
         if is_waiting(region, waiting) {
-            // We look again after its rest.
+            // We look at the region again after its rest.
             region.life.advance(Event::Settle);
             continue;
         }
-        // In marked memory we mostly probe pages that have been written.
+        // We only ask this of unmarked regions: in marked memory, pages that were written make up most of the unmerged
+        // ones that we see.
         if region.marks.spans.is_empty() && region.survey.is_volatile(config) {
             region.hold.put_off(now_ns);
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
@@ -632,19 +636,20 @@ fn ready(
 
 /// The span of a region that another program has marked whole, unless we've had it scanned.
 fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate> {
-    // Its pages count as soon as they're marked.
+    // Headroom counts these pages already, because they're marked. So there must be some left.
     region.hold.full = headroom.full(region.view.owner);
     let is_new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
     if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
 }
 
-/// The spans of a region that aren't marked yet, if it has at most `room` in all.
+/// The spans to mark in a region that aren't marked yet. With its present marks, the region may have `room` spans in
+/// all.
 fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: &Config) -> Vec<Candidate> {
     let Some(judgement) = region.life.judgement().filter(|_| room > 0) else { return Vec::new() };
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, headroom, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
-    // Resting extents may lie in between.
+    // Marks that no new span covers stay, and count as well.
     let kept = region.marks.spans.iter().filter(|mark| !spans.iter().any(|span| covers(span, mark))).count();
     spans.truncate(room.saturating_sub(kept));
     spans
@@ -659,7 +664,7 @@ fn parts_by_owner(table: &RegionTable) -> BTreeMap<OwnerKey, usize> {
     parts_of
 }
 
-/// Cuts a region's spans down to its process's headroom, and uses that up.
+/// Cuts a region's spans down to its process's headroom, and takes that headroom.
 fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom, config: &Config) {
     region.hold.full = None;
     let owner = region.view.owner;
@@ -803,7 +808,7 @@ mod tests {
         marker.find_cow_broken(table, now_ns, 4, config.pace(config.governor), config);
     }
 
-    /// What we unmark now: its bounds and the reason.
+    /// The bounds of the span that we unmark now, and the reason.
     fn unmark(marker: &mut Marker, table: &RegionTable, now_ns: u64) -> Option<(u64, u64, Why)> {
         let mut allowance = Allowance::new(Limits::default(), &[]);
         let Change { span, why } = marker.unmark(table, now_ns, &mut allowance)?;
@@ -910,7 +915,7 @@ mod tests {
         assert_eq!(region(&mut table).marks.counts().duplicate.0, LARGE.0 - 512);
     }
 
-    /// Has a region judged worth marking, with duplicates everywhere.
+    /// Makes a region look judged and worth marking, with duplicates everywhere.
     fn judge(region: &mut Region) {
         region.examine(4);
         for number in region.extent_numbers() {

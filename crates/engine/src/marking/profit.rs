@@ -14,8 +14,8 @@ pub const OLD_PAGE_NS: u64 = 700;
 /// The cost of a write to a merged page: a page fault and a copy, nanoseconds. For a page of zeros it's less.
 const BREAK_NS: f64 = 2_500.0;
 const ZERO_BREAK_NS: f64 = 2_000.0;
-/// A page that stays saved for this long is worth the governor's price, nanoseconds. At the highest price it pays if
-/// it's written every 45 s, at the lowest every six minutes.
+/// A page that stays saved for this long is worth the governor's price, nanoseconds. At the highest price, a merge pays
+/// if the page lasts for 45 s until it's written; at the lowest, six minutes.
 const WORTH_NS: f64 = 3_600e9;
 /// A page merges at the second visit.
 const VISITS: u64 = 2;
@@ -28,7 +28,7 @@ const PATIENCE_NS: u64 = 20_000_000;
 pub struct Wave {
     /// Resident pages that ksmd would visit for the first time.
     pub added: Pages,
-    /// Marked pages that it would visit again.
+    /// Marked pages that ksmd would visit again.
     pub walked: Pages,
     /// Duplicates among the added pages.
     pub duplicate: Pages,
@@ -75,7 +75,7 @@ pub fn breaks_cost_ns(breaks: u64, zeros: u64) -> f64 {
     (breaks - zeros) as f64 * BREAK_NS + zeros as f64 * ZERO_BREAK_NS
 }
 
-/// How much CPU time it's worth if pages stay saved for `saved_ns` in all, nanoseconds.
+/// The CPU time that a saving is worth, nanoseconds. `saved_ns` adds up how long each page stays saved.
 pub fn saved_worth_ns(saved_ns: u64, price_ns: u64) -> f64 {
     saved_ns as f64 / WORTH_NS * price_ns as f64
 }

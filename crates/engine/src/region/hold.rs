@@ -3,10 +3,11 @@
 use crate::keys::LimitKey;
 use serde::{Deserialize, Serialize};
 
-/// The first and the longest pause between two examinations of a region that bring nothing, nanoseconds.
+/// The first and the longest pause before we examine a region again after an examination that brought nothing,
+/// nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
-/// The first rest of memory that didn't merge or where merges didn't pay, nanoseconds.
+/// How long memory rests the first time, nanoseconds: we leave it alone because it didn't merge or merges didn't pay.
 const REST_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a reason that passes, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
@@ -39,15 +40,15 @@ pub struct Hold {
     /// Before this time, nanoseconds, we don't examine the region. If it was COW-broken or unmerged, we don't mark it
     /// either.
     not_before_ns: u64,
-    /// The last pause between two examinations, nanoseconds. 0 once one has brought something.
+    /// The last pause between two examinations, nanoseconds. 0 once an examination has brought something.
     pub pause_ns: u64,
     /// Memory is short: no marks.
     pub short: bool,
     /// We leave the process alone: we neither read nor mark anything.
     pub left_alone: bool,
-    /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
+    /// The cgroup limit that leaves no headroom for more marks, or for keeping more pages for others.
     pub full: Option<LimitKey>,
-    /// How often in a row ksmd merged almost none of its duplicates.
+    /// How often in a row ksmd merged almost none of the region's duplicates.
     pub unmerged: u32,
     /// We couldn't stop the target: no marks before this time, nanoseconds.
     pub retry_ns: u64,
@@ -91,7 +92,7 @@ impl Hold {
         self.not_before_ns
     }
 
-    /// Adopts another run's findings: a reason, how long it still holds, and the last pause.
+    /// Adopts another run's findings: why it left the region alone, for how much longer, and its last pause.
     pub fn adopt(&mut self, now_ns: u64, reason: Option<LeaveAlone>, hold_ns: u64, pause_ns: u64) {
         self.reason = reason;
         self.not_before_ns = now_ns + hold_ns.min(LEAVE_NS);
@@ -115,7 +116,7 @@ impl Hold {
         self.may_sample() && is_over && !self.short && now_ns >= self.retry_ns
     }
 
-    /// Puts off the next examination, for twice as long each time, until one brings something.
+    /// Puts off the next examination: for twice as long each time, until an examination brings something.
     pub fn put_off(&mut self, now_ns: u64) {
         self.pause_ns = (self.pause_ns * 2).clamp(FIRST_PAUSE_NS, LONGEST_PAUSE_NS);
         self.not_before_ns = now_ns + self.pause_ns;

@@ -46,7 +46,7 @@ impl Age {
     }
 }
 
-/// What we know since we read a region whole.
+/// Our verdict on a region that we, or an earlier run, read whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Judgement {
     /// When we judged it, nanoseconds.

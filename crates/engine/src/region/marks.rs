@@ -17,7 +17,7 @@ pub struct Marks {
     pub scanned_whole: bool,
     /// Whether a count has found pages of the spans merged.
     pub merges: bool,
-    /// Pages that were resident when ksmd last began to visit them twice.
+    /// How many pages were resident when ksmd last began to visit all of them twice. Pages merge at the second visit.
     pub visited: Pages,
 }
 

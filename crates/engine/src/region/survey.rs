@@ -13,7 +13,7 @@ use crate::units::{Pages, Permyriad, Vpn};
 pub const RUN_PAGES: u64 = 4;
 /// We remember at most this many pages from the survey, to see which of them change.
 const PROBES_MAX: usize = 1024;
-/// Changes count once we've visited remembered pages this often.
+/// We only judge by changes once we've visited remembered pages this often.
 const PROBES_MIN: u64 = 16;
 
 /// We count new duplicates over this many samples, and use the count once there are `RENEWAL_MIN`.
@@ -34,7 +34,7 @@ pub struct Survey {
     planned: Planned,
     unread: bool,
     probes: Vec<Probe>,
-    /// The probe after the last one that we found: we read regions upwards.
+    /// The probe after the last one that we found. It's mostly the next to be found, because we read regions upwards.
     next_probe: usize,
     revisited: u64,
     changed: u64,
@@ -113,7 +113,7 @@ impl Survey {
         self.unread
     }
 
-    /// Runs not sampled yet in this cycle.
+    /// Runs not sampled yet in this pass over the region.
     pub fn runs_left(&self) -> u64 {
         self.order.len().saturating_sub(self.next)
     }
@@ -222,7 +222,8 @@ impl Survey {
     }
 }
 
-/// Regions of a family share their order, so we sample copies of each other at the same places.
+/// Regions of a family are likely copies of each other. They share their order, so that we sample the same places in
+/// all of them.
 fn order(view: &RegionView, seed: u64) -> Permutation {
     Permutation::new(view.pages.0.div_ceil(RUN_PAGES).max(1), mix(seed ^ view.family.0))
 }

@@ -1,4 +1,4 @@
-//! The table of regions. Entries of the index point to their numbered slots.
+//! The table of regions. Each region has a numbered slot, and entries of the index point to slots.
 //!
 //! We judge a very large mapping in blocks, each a region of its own: some parts of a virtual machine's guest memory
 //! are worth merging and others aren't.
@@ -72,7 +72,7 @@ impl RegionTable {
         sampled as f64 / resident.0.max(1) as f64
     }
 
-    /// The region that holds a page. Mostly that's `last`, which held the page before.
+    /// The region that holds a page. Mostly that's `last`, the region of the page looked up before.
     pub fn near<'a>(&'a self, last: Option<&'a Region>, key: RegionKey, page: Vpn) -> Option<&'a Region> {
         last.filter(|region| region.holds(key, page)).or_else(|| self.at(key, page))
     }
@@ -147,7 +147,7 @@ impl RegionTable {
         self.regions[index(slot)].take()
     }
 
-    /// Whether enough slots wait for a sweep of the index to make one worth it.
+    /// Whether so many retired slots wait for a sweep of the index that it's worth one.
     pub fn wants_sweep(&self) -> bool {
         self.retired.len() > 64 + self.by_block.len() / 4
     }
@@ -167,8 +167,9 @@ fn block_bits(pages: u64) -> u32 {
     size.next_power_of_two().trailing_zeros()
 }
 
-/// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. We
-/// only know the mapping's total of resident and marked pages, and divide it by length.
+/// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. The
+/// host only knows how many pages of the whole mapping are resident and marked. We divide these numbers among the
+/// blocks by length.
 fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
     let end = view.first.0 + view.pages.0;
     (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {

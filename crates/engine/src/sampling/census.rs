@@ -30,7 +30,7 @@ use crate::units::{PAGE_SIZE, Pages, index, whole};
 use serde::{Serialize, Serializer};
 use std::ops::AddAssign;
 
-/// Pages per run in a sampled census. In shorter runs each page costs more and shows more: in runs of 4 a page costs
+/// Pages per run in a sampled census. In shorter runs each page costs more and tells us more: in runs of 4 a page costs
 /// 1.4 times as much as in runs of 16, but we need half as many pages for the same error.
 pub const RUN_PAGES: u32 = 4;
 
@@ -40,7 +40,7 @@ pub const TARGET_ERROR: f64 = 0.02;
 /// One process's memory of one kind, as we know it before we read its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cell {
-    /// The process's number. Cells must be in ascending order of it.
+    /// The process's number. Cells must be in ascending order of process.
     pub process: u32,
     /// Frames that only this process maps.
     pub private: Pages,
@@ -71,7 +71,7 @@ struct ReadPage {
     run: u32,
     /// How many mappings share the frame.
     mappings: u32,
-    /// The part of its process, or `NO_PART`.
+    /// The part of its process that it counts for in a density map ([`density`]), or `NO_PART`.
     part: u32,
 }
 
@@ -88,7 +88,7 @@ pub struct Census {
     merged: Vec<u64>,
 }
 
-/// Defines the figures: their sum, and their JSON, in bytes.
+/// Defines the figures with their sum and their JSON form.
 macro_rules! figures {
     ($($(#[$doc:meta])* $name:ident, $key:literal;)*) => {
         /// Figures of a cell, or of a sum of cells, in pages. In JSON, bytes.

@@ -8,10 +8,11 @@
 //! } }
 //! ```
 //!
-//! `t_l` is the round time `t` shared evenly among the levels, `p_l` the share of a core that level `l` may use (the
-//! governor's at the top, halved from level to level downwards, a fixed small share at the bottom) and `s` the measured
-//! cost of one sample. A region starts on the bottom level. Its duplicate ratio promotes it. It returns to the bottom
-//! when its duplicates are merged, or when it turns out to be sparse, COW-broken or short-lived.
+//! `L` is the length of the level's space in pages, `t_l` the round time `t` shared evenly among the levels, `p_l` the
+//! share of a core that level `l` may use (the governor's at the top, halved from level to level downwards, a fixed
+//! small share at the bottom) and `s` the measured cost of one sample. A region starts on the bottom level. Its
+//! duplicate ratio promotes it. It returns to the bottom when its duplicates are merged, or when it turns out to be
+//! sparse, COW-broken or short-lived.
 //!
 //! We differ from the paper in three points:
 //!
@@ -47,8 +48,8 @@ const READ_NS: u64 = 900;
 const VISITS_PER_SAMPLE: u64 = 16;
 /// We need at least this many pages to measure the cost of one.
 const SAMPLES_MIN: u64 = 200;
-/// We plan at least this many pages for the bottom level in a round, even if the rest of the round takes all of its
-/// share.
+/// We plan at least this many pages for the bottom level in a round, even if the round's other costs take up the
+/// level's share.
 const BOTTOM_MIN: u64 = 64;
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
@@ -165,7 +166,7 @@ impl Ladder {
         share_ns(time_ns, self.share(level, pace, config)) / self.sample_ns
     }
 
-    /// Plans one cycle of at most `room` pages, starting with the top level, where the gain is.
+    /// Plans one cycle of at most `room` pages. We start with the top level, where most is to be gained.
     pub fn plan(
         &mut self,
         table: &mut RegionTable,
@@ -274,8 +275,9 @@ impl Ladder {
         }
     }
 
-    /// Promotes and demotes regions by their samples. A region with clear samples goes to the top at once, others rise
-    /// by one level once they have enough evidence for their own. Returns whether we have something left to read soon.
+    /// Promotes and demotes regions by their samples. A region with clear samples goes to the top at once. Others rise
+    /// by one level once they have the evidence that their present level asks for. Returns whether we have something
+    /// left to read soon.
     pub fn promote(&self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) -> bool {
         let sampled = table.sampled();
         let threshold = config.threshold().fraction();
@@ -545,7 +547,7 @@ mod tests {
         assert!(table.iter().next().unwrap().life.is_reading());
         promote(&ladder, &mut table);
         assert_eq!(levels(&table), [4, 2, 1], "it lacks evidence for its level");
-        // The second level asks for four times the evidence, which speaks against it.
+        // The second level asks for four times the evidence. Six duplicates among so many samples are too few.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
         table.iter_mut().nth(1).unwrap().survey.tally = Tally { sampled, zero: 0, found: 6, copies: 6 };
         promote(&ladder, &mut table);

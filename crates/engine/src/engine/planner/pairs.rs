@@ -56,13 +56,14 @@ impl Planner for Pairs {
 
 impl Engine {
     /// If a page is a duplicate, asks to merge it with the page that holds the same content, provided that both may be
-    /// merged. It doesn't count as a duplicate if we leave it alone for now ([`Region::may_be_named`]).
+    /// merged. A page that we leave alone for now ([`Region::may_be_named`]) doesn't count as a duplicate.
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
         let may_be_lone = !self.snapshot.shows_lone && self.room.headroom.is_limited(region.view.owner);
         if sample.lone {
-            // The frame may be charged to another cgroup. If so, the program's copy comes on top, in its own.
+            // The frame may be charged to another cgroup. If so, the program's copy will be charged to its own cgroup
+            // on top.
             region.usage.merged.insert(sample.page);
         } else if !may_be_lone {
             region.usage.record_unmerged(sample.page);
@@ -98,13 +99,14 @@ impl Engine {
                 Stays::Both => false,
             };
         } else {
-            // We can't name that page now, but may have merged others with it before.
+            // We can't name the known page now, but we may have merged other pages with it before.
             self.requests.leave_behind(digest);
         }
         if !named {
             self.note_headroom(new.location.slot);
         }
-        // If the other page may not be merged now, it'll find this page through the index once it may.
+        // If we can't merge the known page now, we'll find this page through the index when we read the known page
+        // again.
         if !named || stays == Stays::New {
             self.contents.index.point_to(digest, new.location);
         }
@@ -114,7 +116,8 @@ impl Engine {
     fn choose(&mut self, known: IndexedPage, new: IndexedPage) -> Stays {
         let Some(other) = self.table.get(known.location.slot) else { return Stays::Both };
         let Some(region) = self.table.get(new.location.slot) else { return Stays::Both };
-        // We told other pages to merge with this one, so it must stay: if we took it, we'd leave them behind.
+        // Other pages are merged with the known page, or will be in this cycle. So it must stay: if we replaced it,
+        // they'd go on sharing its old frame.
         if other.usage.merged.contains(known.page) || self.requests.is_kept(known.location) {
             return Stays::Known;
         }
@@ -124,21 +127,22 @@ impl Engine {
         self.room.headroom.stays(chosen, known.owner, copy.owner)
     }
 
-    /// Whether a page that we've seen merged may only be kept if it's still merged. Otherwise its cgroup would keep one
-    /// more page for others, without headroom for it.
+    /// Whether we may only keep this page if it's still merged, as we last saw it. If it isn't, its cgroup would keep
+    /// one more page for others, without headroom for it.
     fn needs_merged(&self, kept: IndexedPage) -> bool {
         let Some(region) = self.table.get(kept.location.slot) else { return false };
         region.usage.merged.contains(kept.page) && self.room.headroom.is_limited(region.view.owner)
     }
 
-    /// Whether a region may have pages that nobody else maps, and whose frames are charged to another cgroup.
+    /// Whether a region may have merged pages that nobody else maps any more but that are still charged to another
+    /// cgroup.
     pub(in crate::engine) fn may_be_charged_elsewhere(&self, region: &Region) -> bool {
         let on_request = !self.carrier().by_marks;
         let has_merged = region.usage.merged_before || !region.usage.merged.is_empty();
         on_request && has_merged && self.room.headroom.is_limited(region.view.owner)
     }
 
-    /// If a process has no headroom left, we read its region again once there is some.
+    /// Notes if a process has no headroom left. We read the region again once there is some.
     fn note_headroom(&mut self, slot: u32) {
         let Some(region) = self.table.get_mut(slot) else { return };
         if let Some(limit) = self.room.headroom.full(region.view.owner) {
@@ -176,7 +180,7 @@ impl Engine {
         let is_merged = other.usage.merged.contains(other.page_at(kept.offset));
         if is_merged && !self.requests.is_left_behind(digest) {
             if other.survey.weight(self.config.threshold()) > 1 {
-                // We know this page is merged now. The program may have written the other since we last read it.
+                // We know that this page is merged now. The other page may have been written since we last read it.
                 self.contents.index.point_to(digest, own.location);
             }
             return false;

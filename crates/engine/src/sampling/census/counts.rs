@@ -45,7 +45,7 @@ struct CellCounts {
 
 pub(super) struct CensusCounts {
     cells: Vec<CellCounts>,
-    /// The counts that the total loses if we leave out a group of runs.
+    /// For each group of runs: the counts that the total loses if we leave the group out.
     groups: Vec<Counts>,
 }
 
@@ -137,7 +137,8 @@ impl CensusCounts {
             counts.sure += weight - weight / frames;
             add_units(counts, seen_in, weight / frames, fraction);
         }
-        // Without a group, its units are missing, and the other groups' units saw the content less often.
+        // If we leave out a group, its units are missing, and the content of the other groups' units was seen less
+        // often.
         let mut left = seen_in;
         units.runs.sort_unstable_by_key(|&(run, _)| group_of(run));
         for group in units.runs.chunk_by(|a, b| group_of(a.0) == group_of(b.0)) {
@@ -237,7 +238,7 @@ impl CensusCounts {
         findings
     }
 
-    /// The error at 95 % confidence, from the spread of the estimates without one group each.
+    /// The error at 95 % confidence, from the spread of estimates that each leave out one group.
     fn error(&self, total: &Counts, frames: f64, fraction: f64) -> f64 {
         let mut estimates = Vec::with_capacity(GROUPS);
         for group in &self.groups {
@@ -256,7 +257,7 @@ impl CensusCounts {
         let groups = GROUPS as f64;
         let mean = estimates.iter().sum::<f64>() / groups;
         let spread: f64 = estimates.iter().map(|estimate| (estimate - mean).powi(2)).sum();
-        // The larger the sample, the less depends on our choice of runs.
+        // The larger the sample, the less the estimate depends on our choice of runs.
         let sampling = STUDENT_T * (spread * (groups - 1.0) / groups * (1.0 - fraction)).sqrt();
         // If we expect three pairs of runs with the same content, we see none in one case of twenty.
         let seen_once = total.units[1] * frames / total.read;
@@ -285,8 +286,8 @@ fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
     counts.zero + counts.sure + mixture.posterior(shares).saving(&counts.units)
 }
 
-/// The figures of a cell with `held` frames: `zero` are zero, `gross` savable and `within` savable within the process.
-/// Merging leaves `contents` shared contents.
+/// The figures of a cell with `held` frames: `zero` of them are zero, `gross` are savable, and `within` are savable
+/// within the process. `contents` shared contents are left after merging.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
     // KSM keeps a record for each marked page, and one for each shared content.

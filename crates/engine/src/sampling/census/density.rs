@@ -12,7 +12,7 @@ use crate::units::index;
 /// The pages read in one part, without pages that other processes map, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Density {
-    /// All of them.
+    /// All pages read.
     pub read: f64,
     /// All-zero pages.
     pub zero: f64,
@@ -66,8 +66,8 @@ impl Census {
         corrections
     }
 
-    /// Calls `each` with the pages of each content, and with how many frames we saw holding it: infinity if a merged
-    /// page does, `None` for zeros.
+    /// Calls `each` with the pages of each content and the number of frames that hold it: infinity if a merged page
+    /// holds it, `None` for zeros.
     fn each_content(&self, mut each: impl FnMut(&[ReadPage], Option<f64>)) {
         for pages in self.pages.chunk_by(|a, b| a.digest == b.digest) {
             let digest = pages[0].digest;
@@ -112,7 +112,7 @@ mod tests {
                 }
             });
         }
-        // Another process's page, in no part.
+        // A page that's in no part.
         census.add_private(0, 0, None, Digest(random.below(1 << 60) | 1 << 61));
         let findings = census.findings(fraction);
         census.densities(4, &findings)

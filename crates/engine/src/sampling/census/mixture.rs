@@ -12,12 +12,12 @@ pub(super) const FREQUENT: usize = 30;
 /// Sampled units (pages, or runs that hold a content) by how often we saw their content.
 pub(super) type Histogram = [f64; FREQUENT];
 
-/// Expectations for a unit by how often we saw its content.
+/// The expected values for a unit, by how often we saw its content.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Posterior {
     /// `E[1 - 1/m]`: the part of the unit that merging saves.
     pub saved: Histogram,
-    /// `E[1/m, m > 1]`: the unit's part in a content that merging leaves shared.
+    /// `E[1/m, m > 1]`: the unit's part in a shared content that's left after merging.
     pub content: Histogram,
 }
 
@@ -57,14 +57,14 @@ impl Mixture {
         let mut m = 1.0_f64;
         while m <= most {
             let mut chance = [0.0; FREQUENT];
-            // Binomial(m-1, f) at 0, 1, 2, ... by its recurrence, from logarithms for the first.
+            // Binomial(m-1, f) at 0, 1, 2, ...: the first by logarithms, the others by recurrence.
             let mut p = ((m - 1.0) * (-fraction).ln_1p()).exp();
             for (others, slot) in chance.iter_mut().skip(1).enumerate() {
                 *slot = p;
                 let others = others as f64;
                 p *= ((m - 1.0 - others).max(0.0) / (others + 1.0)) * fraction / (1.0 - fraction);
             }
-            // We count frequent contents separately, so the rest is conditional on not being frequent.
+            // We count frequent contents separately, so these probabilities are for contents that aren't frequent.
             let seldom: f64 = chance.iter().sum();
             if seldom > 1e-6 {
                 for p in &mut chance {

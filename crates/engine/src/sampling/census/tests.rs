@@ -184,7 +184,7 @@ fn memories(scale: u64) -> Vec<(&'static str, Memory)> {
 
 #[test]
 fn the_stated_error_holds() {
-    // On the last memory, a fit that doesn't check its leaps fails.
+    // The last memory is for `Mixture::fit`: if it didn't check its leaps, this would fail.
     std::thread::scope(|scope| {
         for (name, memory) in memories(1).into_iter().chain([("many aligned pairs", aligned(96_000, 2))]) {
             scope.spawn(move || {
@@ -199,8 +199,8 @@ fn the_stated_error_holds() {
 #[test]
 #[ignore = "minutes: the full table of coverage"]
 fn the_stated_error_holds_for_many_seeds() {
-    // If exactly 95 % of runs were within, a table of 36 rows would have one with fewer than this many of 200 once in
-    // 140 tables.
+    // If exactly 95 % of runs are within the stated error, fewer than this many of 200 are within in one row of one
+    // table in 140 (a table has 36 rows).
     const SIGNIFICANT: usize = 178;
     let mut bad = Vec::new();
     let mut in_all: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
