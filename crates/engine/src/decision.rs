@@ -1,6 +1,6 @@
-//! What happens to each region next, why, since when, and until when. The engine decides that in one place
+//! What happens to each region next, why, since when, and until when. The engine decides this in one place
 //! (`engine/decide.rs`) at the end of each cycle, and keeps it on the region. `explain`, `status`, `top` and the
-//! metrics only print a [`Decision`]; none of them works the reason out again.
+//! metrics only print a [`Decision`]; none of them derives it again.
 
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::profit::Wave;
@@ -51,21 +51,21 @@ pub enum Reason {
     Refused,
     /// We leave the region's process alone.
     ProcessLeftAlone,
-    /// The program writes the same contents to its pages again, so merges don't last.
+    /// The program soon writes its merged pages, so merges don't pay. This share of the region rests.
     CowBroken(Permyriad),
     /// Too many of its pages change between two visits for merges to last.
     Volatile,
     /// We unmerged its memory because memory was short.
     TakenBack,
-    /// We unmerged its memory because a cgroup without headroom for it was charged.
+    /// We unmerged its memory because it was charged to another cgroup, without headroom for it.
     Relieved,
-    /// It's pinned, or its copies are: ksmd merged almost none of its duplicates.
+    /// ksmd merged almost none of its duplicates, because these pages or their copies are pinned.
     Unmerged,
     /// We couldn't stop its process, and try again.
     Busy,
     /// The region is too young, or regions of its family have ended young.
     TooYoung,
-    /// Merging it costs more than the governor pays.
+    /// Merging it costs more CPU time than the governor allows for a saved page.
     DoesNotPay {
         /// The waiting pages: they'd be marked together, and ksmd would scan twice for all of them.
         wave: Wave,
@@ -77,7 +77,7 @@ pub enum Reason {
     AwaitsNewcomers,
     /// Memory is short.
     MemoryShort,
-    /// The limit of a cgroup leaves no headroom to merge more of it.
+    /// A cgroup limit leaves no headroom to merge more of the region.
     NoHeadroom(LimitKey),
     /// The region has many duplicates.
     Duplicate,
@@ -141,7 +141,8 @@ impl Decision {
         Self { until_ns: Some(until_ns), ..self }
     }
 
-    /// Whether both say to do the same for the same reason. Figures may differ, such as how far we've read.
+    /// Whether both decisions say to do the same for the same reason. Their figures may differ, such as how far we've
+    /// read.
     pub fn is_like(&self, other: &Self) -> bool {
         self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
     }

@@ -1,8 +1,8 @@
 //! Governors: how much CPU time we may use, and when (UKSM section 7).
 //!
-//! A governor is a share of one core, for pagefold and ksmd together, the time of a global round, and the CPU time that
-//! a saved page may cost. The share holds over any period of [`WINDOW_NS`]: we check how much both have spent before we
-//! read or order anything.
+//! A governor sets three things: the share of one core that pagefold and ksmd may use together, the time of a global
+//! round, and the CPU time that a saved page may cost. The share holds over any period of [`WINDOW_NS`]: we check how
+//! much both have spent before we read or order anything.
 
 use crate::host::{Cost, MemoryView};
 use crate::named;
@@ -21,11 +21,11 @@ const OBSERVE_NS: u64 = 20_000_000;
 pub enum Governor {
     /// 1 % of a core, rounds of 20 s, at most 25 us of CPU time for a saved page.
     Quiet,
-    /// 20 %, 8 s, 50 us.
+    /// 20 % of a core, rounds of 8 s, at most 50 us for a saved page.
     Low,
-    /// 50 %, 4 s, 100 us.
+    /// 50 % of a core, rounds of 4 s, at most 100 us for a saved page.
     Medium,
-    /// 95 %, 2 s, 200 us.
+    /// 95 % of a core, rounds of 2 s, at most 200 us for a saved page.
     Full,
     /// One of the other governors, chosen by how scarce memory is and how long programs wait for a CPU.
     #[default]
@@ -105,8 +105,8 @@ impl Governor {
 
 /// The governor only falls if memory is less scarce by this much.
 const SLACK: u64 = 10;
-/// `Auto` takes memory to be at least this scarce, so it's `Low` until programs wait for a CPU more than a fifth of the
-/// time, and again once they wait less than a tenth.
+/// `Auto` assumes that memory is at least this scarce. So it chooses `Low` until programs wait for a CPU more than a
+/// fifth of the time, and again once they wait less than a tenth.
 const LEAST: u64 = 35;
 
 named!(Governor, "governor");

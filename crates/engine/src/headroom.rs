@@ -9,15 +9,15 @@
 //! in use + pages that may be merged <= limit - reserve
 //! ```
 //!
-//! The kernel keeps this true without our watching: a write to a merged page moves one page from the second term to the
-//! first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a growing program
-//! or a lowered limit changes that, and [`crate::relief`] is for those cases.
+//! The kernel keeps this true even if we don't watch: a write to a merged page moves one page from the second term to
+//! the first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a growing
+//! program or a lowered limit changes that, and [`crate::relief`] is for those cases.
 //!
 //! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
-//! scope, merged pages come back to where they were charged before, so the cgroup never exceeds its usage without us.
-//! This exception ends once a process outside the limit has had memory that may be merged: otherwise each restart of
-//! such processes would lift the bound. A process that was outside only until it was moved below the limit doesn't
-//! count.
+//! scope, copies of merged pages are charged where the pages were charged before, so the cgroup never uses more than it
+//! would without merging. This exception ends once a process outside the limit has had memory that may be merged:
+//! otherwise each restart of such processes would lift the bound. A process that was outside only until it was moved
+//! below the limit doesn't count.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -35,7 +35,7 @@ struct LimitRoom {
     read_ns: u64,
     /// How many more pages we may merge.
     left: Pages,
-    /// The same while half of the reserve is lent.
+    /// How many more pages we may merge while half of the reserve is lent ([`Headroom::lend`]).
     lent: Pages,
     /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
     over: Pages,
@@ -54,8 +54,8 @@ pub struct Headroom {
 }
 
 impl Headroom {
-    /// Sets whether half of the reserve is lent until the next look. If others already share a merged page, an equal
-    /// page joins it: its cgroup pays nothing, and the loan is free again after two scans.
+    /// Sets whether we may use half of the reserve, too, until the next look. If a page joins one that others have
+    /// merged already, its cgroup pays nothing, and the reserve is whole again after two scans.
     pub fn lend(&mut self, lends: bool) {
         self.lends = lends;
     }
@@ -121,8 +121,7 @@ impl Headroom {
         }
     }
 
-    /// Whether a process's cgroup needs headroom to keep pages for others. If the process has written a page since we saw
-    /// it merged, the cgroup may still keep the old one.
+    /// Whether a process is below a limit, so that its cgroup needs headroom to keep pages for others.
     pub fn is_limited(&self, owner: OwnerKey) -> bool {
         self.of_owner.contains_key(&owner)
     }
@@ -233,7 +232,7 @@ mod tests {
         assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(50))));
         headroom.take(OwnerKey(1), Pages(40));
         assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(10))));
-        // 50 more pages may be merged now, which uses up the lent half as well.
+        // Now 50 more pages may be merged, and the lent half is used up as well.
         let limits = [view(7, 1_000, 400, &[1], 9)];
         assert_eq!(look(&mut headroom, &limits, [350, 0, 0])[0], Some((7, 0)));
         headroom.lend(true);

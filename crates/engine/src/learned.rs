@@ -5,7 +5,7 @@
 //! region's contents again when a newcomer of its family or another trust domain appears, or when its samples differ.
 //!
 //! All of it is a hint and marks nothing by itself: a run only marks a region after reading it whole, and rights,
-//! exclusions and trust domains come from the host alone. Whatever a file says, it can cost time, no more.
+//! exclusions and trust domains come from the host alone. Whatever a saved file says, all it can do is cost time.
 
 use crate::config::{Config, Only};
 use crate::host::Mechanism;
@@ -88,7 +88,8 @@ impl Learned {
     }
 }
 
-/// The verdict on a region, if we have one that will hold: not while a part of it rests. While ksmd is `busy`, marked pages may not be merged yet.
+/// The verdict on a region, if we have one that lasts. There's none while a part of the region rests. While ksmd is
+/// `busy`, we don't count any pages as visited, because marked pages may not be merged yet.
 pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,
@@ -184,7 +185,7 @@ fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
     let view = &region.view;
     let same = verdict.family == view.family && verdict.pages == view.pages;
     let as_full = verdict.resident.0.abs_diff(view.resident.0) <= view.resident.0 / 8;
-    // Samples age with every pass over the bottom level.
+    // Tallies are halved after every pass over the bottom level, so they stay small.
     let few = 16 * view.pages.0 + 4_096;
     let Tally { sampled, zero, found, copies } = verdict.tally;
     let can_be = sampled.max(zero).max(found) <= few
@@ -209,7 +210,7 @@ fn marks_fit(verdict: &LearnedRegion, region: &Region) -> bool {
         next = end;
         marked += pages;
     }
-    // If the marks are gone, it's another region.
+    // If the marks are gone, the region isn't the same any more.
     let are_there = verdict.marks.is_empty() || verdict.judged && region.view.marked > Pages(0);
     // We don't know a block's own marks, only its share of the mapping's.
     let are_all = region.in_blocks || marked <= region.view.marked;

@@ -45,7 +45,7 @@ impl Default for Limits {
     }
 }
 
-/// Limits for the processes of a group together, besides the run's own.
+/// Limits for all processes of a group together, in addition to the run's own limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupLimits {
     /// The share of one core that we may use to read and judge their memory.
@@ -171,7 +171,7 @@ impl Allowance {
         self.groups.get(usize::from(self.members.get(&owner)?.0))
     }
 
-    /// Records something in all counts that concern a process.
+    /// Applies `add` to all counts that concern a process.
     fn record(&mut self, owner: OwnerKey, add: impl Fn(&mut Done)) {
         add(&mut self.all);
         add(self.each.entry(owner).or_default());

@@ -13,8 +13,8 @@ use crate::host::{KsmView, ScanOrder};
 use crate::marking::profit::{NEW_PAGE_NS, OLD_PAGE_NS};
 use crate::units::{Pages, Permyriad};
 
-/// Exited processes wait this many times the scan's CPU time to be reaped, so that several can share one scan. Waiting
-/// is cheap: ksmd's records take only 64 bytes a page.
+/// Exited processes wait to be reaped for this many times the scan's CPU time, so that several can share one scan.
+/// Waiting is cheap: ksmd's records take only 64 bytes a page.
 const REAP_SHARE: u64 = 500;
 /// The shortest and the longest time that reaping waits, nanoseconds.
 const REAP_AFTER_NS: u64 = 700_000_000;
@@ -30,8 +30,8 @@ const KICK_SHARE: u32 = 9_000;
 const HIGHEST_PAGE_NS: u64 = 20_000;
 /// The cost of freeing ksmd's record of a page that's gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
-/// A scan waits for marks that may follow, but at most this long, or as long as the scan takes if that's longer,
-/// nanoseconds.
+/// A scan waits at most this long for marks that may follow, nanoseconds, or for as long as the scan itself takes if
+/// that's longer.
 const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
@@ -58,14 +58,15 @@ pub struct Inputs<'a> {
     pub ksmd_ns: u64,
     /// Resident pages in marked memory.
     pub marked: Pages,
-    /// Whether no more marks are about to follow, so that one scan serves them all.
+    /// Whether we're done marking for now. Otherwise scans wait, so that one scan serves all marks.
     pub settled: bool,
     pub pace: Pace,
     /// CPU time that we may spend now, nanoseconds.
     pub room_ns: u64,
-    /// Whether nothing may be merged now: no scan begins, and a paced one rests.
+    /// Whether nothing may be merged now. Then no scan begins, and a paced scan rests.
     pub hold: bool,
-    /// When we last read the limits, and so knew where there's headroom, nanoseconds. `None`: there are no limits.
+    /// When we last read the cgroup limits, and so knew where there's headroom, nanoseconds. `None`: there are no
+    /// limits.
     pub limits_read_ns: Option<u64>,
 }
 
@@ -94,7 +95,7 @@ pub struct ScanScheduler {
     between_scans: bool,
     /// The last order. We only send a new one if it differs.
     last_order: ScanOrder,
-    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters that we derived it from.
+    /// The cost of a page during a scan, nanoseconds, by which we pace ksmd, and the counters that we derived it from.
     page_ns: u64,
     scanned: u64,
     ksmd_ns: u64,
@@ -188,7 +189,8 @@ impl ScanScheduler {
         order
     }
 
-    /// The order while we're paused: a scan in progress ends as soon as it can.
+    /// The order while we're paused, or while a scan would merge memory of two trust domains: a scan in progress ends
+    /// as soon as it can.
     pub fn suspend(&mut self, ksm: &KsmView) -> ScanOrder {
         if !ksm.ours || matches!(self.last_order, ScanOrder::Keep | ScanOrder::Rest) {
             return ScanOrder::Keep;
@@ -201,7 +203,7 @@ impl ScanScheduler {
         let Inputs { now_ns, ksm, .. } = *inputs;
         self.measure(inputs);
         if !ksm.ours {
-            // Due scans stay due until KSM is ours, and nothing is in progress.
+            // Due scans stay due until KSM is ours again. We drop the scan in progress.
             self.scan_in_progress = None;
             return ScanOrder::Keep;
         }
@@ -490,7 +492,7 @@ mod tests {
         fixture.scheduler.request(Pages(1000));
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         assert_eq!(fixture.order(true), ScanOrder::Keep);
-        // Nothing was registered any more: the kernel counts no scan, and the host reports that the order is done.
+        // ksmd had no memory to scan any more: the kernel counts no scan, and the host reports that the order is done.
         fixture.ksm.busy = false;
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         fixture.ksm.busy = false;

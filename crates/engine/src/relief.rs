@@ -49,8 +49,8 @@ const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
 const PAUSE_NS: u64 = 2_000_000_000;
 const PAUSE_MOST_NS: u64 = 600_000_000_000;
-/// Another look is worth it after a pause of only `PAUSE_NS` if a cgroup exceeds its limit by more than before, and by
-/// at least this fraction of the limit.
+/// We look again after only `PAUSE_NS` if a cgroup could now exceed its limit by more than at the last look: one part
+/// in this many of the limit more, or worse.
 const WORSE: u64 = 64;
 
 /// A region, by its mapping and its first page.
@@ -60,7 +60,7 @@ pub struct Place {
     pub first: Vpn,
 }
 
-/// What we unmerge of a region at once: an extent, or all of a mapping that we don't split.
+/// The part of a region that we unmerge at once: an extent, or all of a mapping that we don't split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
     pub region: RegionKey,
@@ -73,7 +73,7 @@ pub struct Part {
 pub struct CopyBudget<'a> {
     pub spare: Pages,
     pub limits: &'a [LimitView],
-    /// What's planned already below each limit.
+    /// Copies already planned below each limit.
     pub taken: FxHashMap<LimitKey, Pages>,
 }
 
@@ -100,7 +100,7 @@ impl CopyBudget<'_> {
 pub struct Relieved {
     /// The limit that needs relief.
     pub limit: LimitKey,
-    /// Parts of other processes' regions with pages that are charged to it.
+    /// Parts of other processes' regions with pages that are charged to the cgroup.
     pub others: Vec<Part>,
     /// Its own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
@@ -114,7 +114,7 @@ struct Survey {
     ahead: VecDeque<PageRun>,
     /// Merged pages of its processes, by region.
     merged: FxHashMap<Place, u64>,
-    /// Merged frames that are charged to it.
+    /// Merged frames that are charged to the cgroup.
     frames: FxHashSet<u64>,
     /// Charged frames that other processes map, and where.
     outside: Vec<(Part, u64)>,
@@ -185,7 +185,7 @@ impl Relief {
         });
     }
 
-    /// The pages to look up now, and the limit that we need to know their charges for.
+    /// The pages to look up now, and the limit whose cgroup they may be charged to.
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
@@ -380,8 +380,8 @@ mod tests {
         LimitView { key: LimitKey(7), limit, left, owners: vec![OwnerKey(1)], read_ns: 0 }
     }
 
-    /// Pages that map frames: for each share the region, the first page and frame, how many, and whether the frames are
-    /// charged to the cgroup.
+    /// Pages that map merged frames. Each of `shares` gives a region, its first page and frame, how many there are, and
+    /// whether the frames are charged to the cgroup.
     fn samples(shares: &[(u32, u64, u64, bool)]) -> Vec<MergedSample> {
         let mut samples = Vec::new();
         for &(key, first, pages, charged) in shares {
@@ -422,7 +422,7 @@ mod tests {
         let shared = [(1, 0, 40, true), (2, 0, 40, true), (3, 0, 30, true), (4, 0, 20, false)];
         assert_eq!(relieved(&limit(200, 100), &shared), None, "at worst 140, and 60 more are marked");
         assert_eq!(relieved(&limit(199, 100), &shared), Some((vec![], vec![1])), "its own that may be merged anew");
-        // 40 of the frames that both hold must come free.
+        // All 40 frames that processes 2 and 3 hold must come free.
         assert_eq!(relieved(&limit(130, 100), &shared), Some((vec![2, 3], vec![1])));
         let apart = [(1, 0, 40, true), (2, 0, 30, true), (3, 30, 10, true)];
         assert_eq!(relieved(&limit(135, 100), &apart), Some((vec![2], vec![1])), "18 less are enough");
@@ -438,7 +438,7 @@ mod tests {
         let mut table = RegionTable::default();
         let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(4_096), ..test_view(key, 100, 4_096) };
         table.update(&[view(1), view(2), view(3)], 1, |view| Region::new(view, 0, false, 1));
-        // It keeps 200 pages for process 2, and 50 of them for process 3 as well. Process 2 keeps 1,000 itself.
+        // The cgroup keeps 200 pages for process 2, and 50 of them for process 3 as well. Process 2 keeps 1,000 itself.
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));

@@ -23,10 +23,10 @@ const COUNTED_MOST: usize = 1 << 16;
 /// If this many pages differ and none is equal, that can't be chance.
 const DIFFERING_MIN: u64 = 1024;
 
-/// We put a pair off at most this often.
+/// We put a pair off to the next cycle at most this often.
 const PUT_OFF_MOST: u8 = 3;
 
-/// We remember at most this many contents of merged pages that we may have left behind. Beyond that we forget them all.
+/// The most contents in one of the sets below. Beyond that we empty the set.
 const LEFT_MOST: usize = 1 << 20;
 
 /// A page, as the host knows it, and its place in the index.
@@ -52,7 +52,7 @@ pub struct Pair {
     pub digest: Digest,
     /// See [`MergeRange::needs_merged`].
     needs_merged: bool,
-    /// Whether we haven't read the page, but one that a relative has at the same place.
+    /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
     /// How often we've put it off.
     put_off: u8,
@@ -68,8 +68,8 @@ impl Pair {
 #[derive(Debug, Default)]
 pub struct Collisions {
     pub digests: Vec<Digest>,
-    /// Pages that the host didn't compare: when all pages differ, it stops trying, and judging by their digests the
-    /// rest would have differed, too.
+    /// Pages that the host didn't compare. It stops trying if all pages before them differed, and we assume that these
+    /// would have differed, too.
     pub spared: u64,
 }
 
@@ -77,19 +77,21 @@ pub struct Collisions {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
-    /// Pairs for the next cycle: relatives' mappings aren't marked yet, or the page to keep was in use.
+    /// Pairs for the next cycle: their relatives' mappings aren't marked yet, or the page to keep was in use.
     put_off: Vec<Pair>,
-    /// The pages that the pairs keep, and whether each [needs to be merged](MergeRange::needs_merged): if we took no
-    /// headroom for the first pair, there's none for the others either.
+    /// The pages that the pairs keep, and whether each [needs to be merged](MergeRange::needs_merged) already. The
+    /// first pair with a kept page decides that for the others, too: if we took no headroom for it, there's none for
+    /// them either.
     kept: FxHashMap<Location, bool>,
     /// How many pages we've named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
     /// Contents for which we now keep another page, because the old one was written or is gone, as 32 bits of their
-    /// digests. Pages merged with the old one get merged with the new one when we next read them. We can't tell which
-    /// is the last, so we forget a content once we've sampled all pages about once more.
+    /// digests. Pages that are still merged with the old one get merged with the new one when we next read them. We
+    /// can't tell which of them is the last, so we forget a content once we've sampled all pages about once more.
     left_behind: FxHashSet<u32>,
     left_behind_before: FxHashSet<u32>,
-    /// Contents where a page differed or was absent, until two pages with that content turn out to be one.
+    /// Contents of pairs that differed or had an absent page, until two pages with that content turn out to be merged
+    /// already.
     differing: FxHashSet<u32>,
 }
 
@@ -98,8 +100,8 @@ impl Requests {
         self.pairs.push(Pair::new(take, None, Digest::ZERO));
     }
 
-    /// Asks to merge a page with the one kept for its content. False if that one already has all the sharers it may
-    /// have.
+    /// Asks to merge a page with the one kept for its content. False if the kept page already has all the sharers it
+    /// may have.
     pub fn add(&mut self, take: IndexedPage, keep: IndexedPage, digest: Digest, needs_merged: bool) -> bool {
         if !self.add_sharers(keep, 1) {
             return false;
@@ -123,7 +125,7 @@ impl Requests {
         is_possible
     }
 
-    /// The cycle's pairs so far, to be named one by one.
+    /// Takes out the cycle's pairs. The caller names each of them again, with relatives.
     pub fn take_pairs(&mut self) -> Vec<Pair> {
         std::mem::take(&mut self.pairs)
     }
@@ -142,7 +144,8 @@ impl Requests {
         true
     }
 
-    /// Has the mapping of a page marked: the kernel does that before it finds that the page would replace itself.
+    /// Has the kernel mark the mapping of a page, by naming the page as its own replacement. The kernel marks the
+    /// mapping before it notices that.
     pub fn mark(&mut self, page: IndexedPage) {
         self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
     }
@@ -164,7 +167,7 @@ impl Requests {
         self.left_behind_before = std::mem::take(&mut self.left_behind);
     }
 
-    /// Whether we may have left merged pages with this content behind.
+    /// Whether there may be pages merged with a page that we no longer keep for this content.
     pub fn is_left_behind(&self, digest: Digest) -> bool {
         let content = digest.fingerprint();
         self.left_behind.contains(&content) || self.left_behind_before.contains(&content)
@@ -186,7 +189,7 @@ impl Requests {
                 let take = PageRun { region: pair.take.region, first: pair.take.page, pages: 1 };
                 let keep = match pair.keep {
                     None => Keep::Zero,
-                    // A run can't replace itself.
+                    // This pair only marks a mapping ([`Self::mark`]): a run of pages can't replace itself.
                     Some(keep) if keep == pair.take => Keep::Page(keep.region, keep.page),
                     Some(keep) => Keep::Run(keep.region, keep.page),
                 };
@@ -247,7 +250,7 @@ impl Requests {
                 collisions.digests.extend(self.record_page(page, result.merging, table, index, now_ns));
             }
         }
-        // Comes last: by then we know which of the kept pages are merged.
+        // We do this last, because by now we know which of the kept pages are merged.
         for result in results.iter().filter(|result| result.merging == Merging::Busy) {
             for at in 0..result.range.take.pages {
                 self.record_busy(result.range.part(at, 1), table, index, now_ns);
@@ -294,7 +297,7 @@ impl Requests {
         }
         let Pair { take, digest, is_relative, needs_merged, .. } = self.pair_of(region, first)?;
         match merging {
-            // Others may be merged with the page that it was merged with before.
+            // The page was merged before. Other pages may still be merged with its old partner.
             Merging::Merged => self.leave_behind(digest),
             // The relative's program has written its page, which we haven't read: we learn nothing from that.
             _ if is_relative => {}
@@ -313,7 +316,7 @@ impl Requests {
                 let differed_before = self.differing.contains(&digest.fingerprint());
                 remember(&mut self.differing, digest);
                 if merging == Merging::Differs && differed_before {
-                    // In the pair's digest the domain is mixed in once. Applying it again takes it out.
+                    // The pair's digest has the domain mixed in. Mixing it in again takes it out.
                     let own = table.get(take.location.slot);
                     return Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)));
                 }
@@ -323,9 +326,9 @@ impl Requests {
         None
     }
 
-    /// Records that one page of a pair is in use. A merged page never prevents a merge, so if one of the two is merged,
-    /// it's the other. Otherwise we don't know which, and take it to be the page to keep, so that it blocks no other
-    /// merges.
+    /// Records that one page of a pair is in use. A merged page never prevents a merge, so if the kept page is merged,
+    /// the other one is in use. Otherwise we don't know which, and assume that it's the kept page, so that it blocks no
+    /// other merges.
     fn record_busy(&mut self, page: MergeRange, table: &mut RegionTable, index: &mut Index, now_ns: u64) {
         let PageRun { region, first, .. } = page.take;
         let Some(pair) = self.pair_of(region, first) else { return };
@@ -391,7 +394,7 @@ fn set_merged(
     now_ns: u64,
 ) -> bool {
     let Some(region) = table.at_mut(region, page) else { return false };
-    // In the pair's digest the domain is mixed in once. Applying it again takes it out.
+    // The pair's digest has the domain mixed in. Mixing it in again takes it out.
     let was_merged = region.usage.record_merged(page, now_ns, digest.in_domain(region.view.domain));
     region.usage.named = true;
     if partner.is_some_and(|partner| partner != region.view.key) {

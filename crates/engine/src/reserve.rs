@@ -28,14 +28,15 @@ use std::str::FromStr;
 const AUTO_SHARE: Permyriad = Permyriad(500);
 /// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
-/// A state ends once there's one part in this many more room than the amount at which it began.
+/// A state begins when the room falls below an amount. It ends once there's one part in this many more than that
+/// amount.
 const HYSTERESIS: u64 = 8;
 /// How often we look at the memory left, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
 /// The time between two steps of unmerging, nanoseconds: by then we know how much memory is left.
 const STEP_NS: u64 = 2_000_000_000;
-/// For this long after we unmarked memory, copies don't count as caused by programs, nanoseconds: we only count them
-/// once a second.
+/// For this long after we unmarked memory, nanoseconds, copies don't count as caused by programs. We only read the
+/// kernel's count once a second, so some of them are still from unmarking.
 const OWN_COPIES_NS: u64 = 2_000_000_000;
 
 /// How much memory we keep free for copies.
@@ -53,7 +54,7 @@ pub enum Keep {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReserveSettings {
     pub keep: Keep,
-    /// Whether we unmerge memory while less is left, the cheapest first.
+    /// Whether we unmerge memory while less than that is left. The cheapest to unmerge comes first.
     pub take_back: bool,
 }
 
@@ -61,7 +62,7 @@ pub struct ReserveSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomState {
-    /// There's room for all of them.
+    /// There's room for copies of all merged pages.
     #[default]
     Enough,
     /// There isn't enough room if all merged pages come back.
@@ -110,7 +111,7 @@ impl Room {
         Self { state, total, left, reserve, worst }
     }
 
-    /// How much we may take now: half of the reserve stays.
+    /// How much memory unmerging may take now: half of the reserve stays.
     fn spare(&self) -> Pages {
         self.left.saturating_sub(Pages(self.reserve.0 / 2))
     }
@@ -180,7 +181,7 @@ impl Keep {
         }
     }
 
-    /// The reserve below a limit. We only know what's likely for the whole machine.
+    /// The reserve below a limit. It doesn't follow the likely amount, which we only know for the whole machine.
     fn of_limit(self, limit: Pages, worst: Pages) -> Pages {
         match self {
             Self::Auto | Self::Fixed(_) => self.below(limit).min(worst),
@@ -227,8 +228,8 @@ pub struct Reserve {
     limits: BTreeMap<LimitKey, Room>,
     /// The processes with too little memory below a limit.
     short: BTreeSet<OwnerKey>,
-    /// Copies caused by programs' writes. We leave out the ones from unmarking, or each step would make it look likely
-    /// that more comes back.
+    /// Copies caused by programs' writes. We don't count copies from unmarking: otherwise each step would make it look
+    /// likely that more comes back.
     copies: Copies,
     own_copies: u64,
     counted: u64,

@@ -1,8 +1,8 @@
 //! Counts how much merging saves the processes in scope, by frames.
 //!
-//! KSM's own counters don't show that. They cover the whole machine, they keep counting pages that were unmapped or
-//! written until ksmd's next scan, and they count each child of a fork. So once in a while we look up which merged
-//! frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If
+//! KSM's own counters don't show how much that is. They cover the whole machine, they keep counting pages that were
+//! unmapped or written until ksmd's next scan, and they count each child of a fork. So once in a while we look up which
+//! merged frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If
 //! nothing had been merged, the `f` processes forked from each other that map it at the same address would hold `u`
 //! frames: one for each that had a frame of its own when we read it, and one for the others, who share it through fork.
 //!
@@ -11,12 +11,11 @@
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! Afterwards we can't tell how relatives came to share a frame. So relatives that wrote the same contents after the
-//! fork count as sharers if we didn't see it: they were merged before this run, or written again and merged before we
-//! read them.
+//! Once pages are merged, we can't tell how relatives came to share a frame. If relatives wrote the same contents after
+//! the fork, and ksmd merged these pages before we read them, we take them for sharers by fork.
 //!
-//! As merged zeros we take ksmd's count for each process, or the pages that held zeros when we read them and map the
-//! zero page now, whichever is more.
+//! For a process's merged zeros we take ksmd's count, or the number of pages that held zeros when we read them and map
+//! the zero page now, whichever is more.
 //!
 //! Up to [`PAGES_MOST`] pages, we look up every page that may be merged. With more, we look at runs of pages at regular
 //! distances, at the same addresses in every process, so that we compare relatives.
@@ -51,7 +50,7 @@ const SETTLED_NS: u64 = 1_000_000_000;
 /// How much merging saves now.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Saving {
-    /// The frames the processes would hold if nothing had been merged, less the frames they hold.
+    /// How many more frames the processes would hold if nothing had been merged.
     pub saved: Pages,
     /// The merged pages of the processes.
     pub merged: Pages,
@@ -79,7 +78,7 @@ pub struct SavingCounter {
     /// When we last counted or tried to, and how long to pause after that, nanoseconds.
     tried_ns: Option<u64>,
     pause_ns: u64,
-    /// Whether we were merging when we made the last plan, and whether merging has ended since the last count.
+    /// Whether we were merging at the last plan, and whether merging has ended since the last count.
     was_busy: bool,
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
@@ -104,8 +103,7 @@ impl SavingCounter {
         self.asking.is_some()
     }
 
-    /// Adopts KSM's counter where nobody can look up frames. The host's share of it is the increase since the first
-    /// call.
+    /// Adopts KSM's counter if the host can't look up frames. Our part of it is the increase since the first call.
     pub fn adopt_counter(&mut self, machine: Pages, now_ns: u64) {
         let before = *self.machine_before.get_or_insert(machine);
         let saved = machine.saturating_sub(before);
@@ -169,7 +167,7 @@ impl SavingCounter {
         runs
     }
 
-    /// The next pages to look up in a range. They depend on the addresses only.
+    /// The next pages to look up in a range. They only depend on the addresses, so they're the same in every process.
     fn next_run(&self, from: Vpn, end: Vpn) -> Option<(Vpn, u64)> {
         if self.one_in == 1 {
             return (from < end).then(|| (from, (end.0 - from.0).min(u64::from(u32::MAX))));
@@ -220,7 +218,7 @@ impl SavingCounter {
         for zeros in zeros.values() {
             let family = families.entry(zeros.lineage).or_default();
             family.split += zeros.split;
-            // Relatives share the zeros that their parent had.
+            // Relatives share the zeros that their parent had, so we count the largest number only.
             family.merged = family.merged.max(zeros.merged);
             family.sum += zeros.most();
         }
@@ -308,7 +306,7 @@ struct Zeros {
     split: f64,
     /// ksmd's count.
     merged: f64,
-    /// For relatives: the sum of the zeros of each.
+    /// For relatives: the sum of all their zeros.
     sum: f64,
 }
 
@@ -331,7 +329,8 @@ fn zeros_of(table: &RegionTable, counted: &Counted, weight: f64) -> BTreeMap<Own
     zeros
 }
 
-/// The region of each page that held zeros and maps the zero page now, since it was merged or a huge page was split.
+/// The region of each page that held zeros when we read it and maps the zero page now: it was merged, or its huge page
+/// was split.
 pub(crate) fn split_zeros<'a>(table: &'a RegionTable, counted: &Counted) -> Vec<&'a Region> {
     let mut regions = Vec::new();
     let mut last = None;
@@ -374,7 +373,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_saved_for_each_page_but_one_and_for_relatives_only_once() {
-        // Two masters with four children each, as page maps show them when their pages are merged.
+        // Two parents with four children each, as page maps show them once their pages are merged.
         let lineages: Vec<u64> = (0..10).map(|process| process / 5).collect();
         let table = table(&lineages, 100);
         let merged: Vec<_> =

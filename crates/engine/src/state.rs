@@ -1,6 +1,6 @@
 //! All figures that we show to people, each of them once. `status`, `explain`, `top`, metrics and the history are views
-//! of them and compute nothing: most parts are parts of the documents `pagefold.status/1` and `pagefold.explain/1`,
-//! with their keys and units.
+//! of them and compute nothing. Most structures here go into the documents `pagefold.status/1` and `pagefold.explain/1`
+//! as they are, so they have the documents' keys and units.
 
 use crate::decision::{Decision, DecisionChange, Kind, Reason, Verb};
 use crate::governor::Governor;
@@ -99,7 +99,7 @@ pub struct MemoryState {
     pub exited_bytes: u64,
     /// Resident pages in marked spans.
     pub marked_bytes: u64,
-    /// KSM's records for those pages.
+    /// KSM's records for the marked pages.
     pub metadata_bytes: u64,
 }
 
@@ -122,7 +122,7 @@ pub struct CopyTotals {
 /// Headroom for COW.
 #[derive(Clone, Debug, Default)]
 pub struct ReserveState {
-    /// How much programs took back in the worst hour of the last day.
+    /// How much memory programs took back by writing to merged pages, in the worst hour of the last day.
     pub likely_bytes: u64,
     /// Address space unmarked because memory was short.
     pub taken_back_bytes: u64,
@@ -215,16 +215,16 @@ pub struct RegionState {
     pub duplicate_range: (f64, f64),
     /// Whether we've read the whole region, so that the ratio is exact.
     pub exact: bool,
-    /// The share of the region's pages, 0 to 1, that rest, because its program soon writes merged pages there. `None` if
-    /// none do.
+    /// The share of the region's pages, 0 to 1, that we leave alone for a time because its program soon writes merged
+    /// pages there. `None` if there are none.
     pub cow_ratio: Option<f64>,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]
     pub marked: Pages,
-    /// Duplicates that we expect among them.
+    /// Duplicates that we expect among the marked pages.
     #[serde(rename = "expected_bytes", with = "as_bytes")]
     pub expected: Pages,
-    /// Other pages that we found in its marked spans.
+    /// Pages in its marked spans that aren't duplicates, as we found them.
     #[serde(skip)]
     pub other: Pages,
 }
@@ -244,7 +244,7 @@ impl RegionState {
         }
     }
 
-    /// The limit of a cgroup that leaves no headroom to merge more of it.
+    /// The cgroup limit that leaves no headroom to merge more of the region, if there is one.
     pub fn full(&self) -> Option<LimitKey> {
         match self.decision.reason {
             Reason::NoHeadroom(limit) => Some(limit),
@@ -253,7 +253,7 @@ impl RegionState {
     }
 }
 
-/// How much memory is of one kind.
+/// The memory of one kind of regions.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct KindTotal {
     pub kind: Kind,
@@ -310,7 +310,7 @@ impl RegionTotals {
 pub struct MemoryTotal {
     pub resident_bytes: u64,
     pub marked_bytes: u64,
-    /// How much of it we expect to be merged, the copies that stay included.
+    /// How much of the memory we expect to be merged, including the copies that stay.
     pub expected_bytes: u64,
 }
 

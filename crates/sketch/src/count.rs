@@ -11,7 +11,7 @@ const CLASSES_FROM: [u64; CLASSES - 1] = [2, 3, 16, 256];
 /// Classes of contents by their number of copies: 1, 2, 3 to 15, 16 to 255, 256 and more.
 pub const CLASSES: usize = 5;
 
-/// Counts pages as they are read. At most 8192 entries of 16 bytes.
+/// Counts pages as they are read. Takes at most 8192 entries of 16 bytes.
 #[derive(Debug)]
 pub struct Counter {
     kept: TupleSketch<DefaultUpdatePolicy<u64>>,
@@ -22,7 +22,7 @@ pub struct Counter {
 pub struct Counted {
     pub sketch: Sketch,
     pub pages: Pages,
-    /// How many of them would be left over if each content were kept once.
+    /// How many of the pages would be left over if each content were kept once.
     pub spare: Pages,
     /// All pages by the number of copies of their content. They add up to [`Self::pages`].
     pub by_copies: [Pages; CLASSES],
@@ -95,7 +95,7 @@ impl Sampled {
 
     /// Divides `pages` by the number of copies. A `share` of the contents was sampled.
     ///
-    /// The sample has a content with very many copies, or it doesn't: by the sample alone, we'd estimate 100,000 copies
+    /// A content with very many copies is in the sample or it isn't. By the sample alone, we'd estimate 100,000 copies
     /// of one content as none or as ten million. But we know the number of all pages. So the pages that the other
     /// classes leave over belong to the last class, if there are more of them than chance explains.
     fn divide(&self, share: f64, pages: u64) -> [Pages; CLASSES] {
@@ -105,7 +105,7 @@ impl Sampled {
         let left = pages as f64 - rest;
         estimated[CLASSES - 1] = if self.pages[CLASSES - 1] > 0 || left > chance { left.max(0.0) } else { 0.0 };
         let all: f64 = estimated.iter().sum();
-        // Rounded so that they add up.
+        // We round so that the classes add up to `pages`.
         let mut so_far = 0.0;
         let mut given = 0;
         estimated.map(|estimated| {

@@ -28,7 +28,7 @@ use std::io::{Cursor, Read, Seek, Write};
 use std::sync::Arc;
 
 pub const SCHEMA: &str = "pagefold.sketch/1";
-/// The common prefix of all versions.
+/// The beginning of the schema's name in all versions.
 const SCHEMA_NAME: &str = "pagefold.sketch/";
 const VERSION: u32 = 1;
 /// The schema is named near the end of a file: only other entries, and the end of the metadata, come after it.
@@ -53,7 +53,7 @@ pub const TEXTS: [Text; 5] = [
     ("domain", |row| row.domain.clone()),
 ];
 
-/// The columns of numbers, which follow. The last column is the sketch.
+/// The columns of numbers, which follow those of text. The last column of a file is the sketch.
 pub const NUMBERS: [Number; 19] = [
     ("time_us", |row| row.time_us, |row| &mut row.time_us),
     ("since_us", |row| row.since_us, |row| &mut row.since_us),
@@ -97,7 +97,7 @@ impl SketchFile {
         self.rows.first().map(|row| row.host.as_str())
     }
 
-    /// When its last sketch was complete.
+    /// When the file's latest sketch was complete, microseconds.
     pub fn time_us(&self) -> u64 {
         self.rows.iter().map(|row| row.time_us).max().unwrap_or(0)
     }
@@ -239,7 +239,7 @@ fn check_schema(bytes: &[u8]) -> Result<(), SketchError> {
     }
 }
 
-/// A file without rows: the part that all files have in common.
+/// A file without rows. It consists of the parts that all files have in common.
 fn write_empty() -> Result<Vec<u8>, SketchError> {
     let rows: [Row; 0] = [];
     write(Cursor::new(Vec::new()), &rows).map(Cursor::into_inner)

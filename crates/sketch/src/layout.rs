@@ -5,7 +5,7 @@
 //! overflows its stack, the process ends: we couldn't catch that as a panic. It also counts up to the length that a
 //! list of booleans claims to have, which takes seconds, and there can be many lists. So we only let through the form
 //! that we write: the schema byte for byte, no more groups than rows, short lists, and pages one after the other, each
-//! plain and not compressed. This is no reader of Parquet.
+//! plain and not compressed. This module isn't a Parquet reader.
 
 use crate::decode::damaged;
 use crate::error::SketchError;
@@ -45,8 +45,8 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: twice as long as ours, and more for each row group. In memory it takes several times as
-/// much.
+/// How long a footer may be: twice as long as ours, and more for each row group. We limit it because a footer takes
+/// several times its length in memory.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 
@@ -99,7 +99,7 @@ fn malformed() -> SketchError {
     damaged(&"its footer is not in the form that pagefold writes")
 }
 
-/// The beginning of the footer of a file without rows, up to the counts: all files have the same.
+/// The beginning of the footer of a file without rows, up to the counts. The footers of all files begin like this.
 pub(crate) fn schema_of(empty: &[u8]) -> &[u8] {
     let counts = [thrift::I64, 0, thrift::LIST, thrift::STRUCT];
     let footer = footer_of(empty).unwrap_or_default();

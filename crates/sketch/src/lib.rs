@@ -1,8 +1,8 @@
-//! Sketches of the contents of workloads, from which we estimate how much any two have in common.
+//! Sketches of workloads' contents. From any two sketches we estimate how much the workloads have in common.
 //!
-//! - [`key`]: the fleet's key, and contents of pages as digests under it.
-//! - [`count`]: counting the contents of one workload, page by page.
-//! - [`sketch`]: the resulting sketch, and estimates of the contents that two share.
+//! - [`key`]: the fleet's key, and digests of pages under that key.
+//! - [`count`]: counts the contents of one workload, page by page.
+//! - [`sketch`]: the resulting sketch, and estimates of how many contents two sketches share.
 //! - [`row`], [`file`]: a workload with its sketch, and the Parquet file of a host's workloads (schema
 //!   `pagefold.sketch/1`).
 //! - [`seal`], [`guarded`]: for all our Parquet files, a checksum over the whole file, and decoding that turns panics

@@ -25,7 +25,7 @@ pub enum SealError {
     NotParquet,
     #[error("it is cut off, or something follows its end")]
     CutOff,
-    /// `ours`: pagefold wrote it, so it should have one.
+    /// `ours`: pagefold wrote the file, so it should have a checksum.
     #[error("it has no checksum")]
     NoChecksum { ours: bool },
     #[error("its checksum is wrong")]
@@ -45,7 +45,7 @@ pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec
     own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
 }
 
-/// The placeholder until we know the checksum.
+/// The entry's value until we know the checksum: zeros as digits.
 pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }

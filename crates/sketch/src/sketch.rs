@@ -1,8 +1,8 @@
 //! A theta sketch (Apache DataSketches) of distinct contents.
 //!
-//! A sketch keeps the contents whose hash is below a threshold, theta. So any two sketches keep the same ones of their
-//! common contents ("coordinated sampling"), and we estimate how much two workloads share from the entries of both
-//! below the lower threshold.
+//! A sketch keeps the contents whose hash is below a threshold, theta. So a content that two workloads have in common
+//! is kept by both sketches or by neither, below the lower of their thresholds ("coordinated sampling"). From these
+//! entries we estimate how much the workloads share.
 
 use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
@@ -13,16 +13,17 @@ pub const SKETCH_BYTES: usize = 32 << 10;
 const PREAMBLE_BYTES: usize = 24;
 /// A sketch has at most this many entries.
 pub const SKETCH_ENTRIES: usize = (SKETCH_BYTES - PREAMBLE_BYTES) / size_of::<u64>();
-/// The library keeps up to twice this many, less a sixteenth, before it drops entries again.
+/// log2 of the library's nominal number of entries. It keeps up to twice that number, less a sixteenth, before it drops
+/// entries again.
 pub(crate) const LG_NOMINAL: u8 = 12;
 
-/// Theta as long as nothing has been left out.
+/// Theta while the sketch still has all contents.
 pub(crate) const MAX_THETA: u64 = i64::MAX as u64;
 /// The lowest theta: a host of 2^40 contents has 4 PiB.
 const MIN_THETA: u64 = MAX_THETA >> 40;
 
-/// The serial version that we write, and the only one that we read: the next one packs entries, which not all readers
-/// know.
+/// The serial version that we write, and the only one that we read. The next version packs entries, and not all readers
+/// can unpack them.
 const SERIAL_VERSION: u8 = 3;
 /// The family of theta sketches in compact form.
 const FAMILY: u8 = 3;
@@ -51,8 +52,9 @@ impl Estimate {
         self.contents * PAGE_BYTES as f64
     }
 
-    /// The estimate if a content is kept with probability `theta` and `kept` were. The bounds are a score interval,
-    /// like in pagefold-fleet's reports: unlike the library's, they're also right if next to nothing is kept.
+    /// The estimate if each content is kept with probability `theta`, and `kept` contents were kept. The bounds are a
+    /// score interval, like in pagefold-fleet's reports: unlike the library's, they're also right if next to nothing is
+    /// kept.
     fn of_share(kept: usize, theta: f64) -> Self {
         let kept = kept as f64;
         let variance = 4.0 * (1.0 - theta);

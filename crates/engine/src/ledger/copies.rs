@@ -28,7 +28,7 @@ impl Copies {
             *self.of_hour(past) = Pages(0);
         }
         self.hour = hour.max(self.hour);
-        // Now and then the count may be missing, which looks like 0.
+        // Now and then the host can't read the count, and reports 0.
         let before = self.counted.unwrap_or(counted);
         self.counted = Some(before.max(counted));
         let new = Pages(counted.saturating_sub(before));
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(at(24, 1_031), (31, 30));
         assert_eq!(at(25, 1_040), (40, 30));
         assert_eq!(at(28, 1_060), (60, 50));
-        // A failed count or a lower one than before changes nothing, and no gap is too long.
+        // A count that couldn't be read changes nothing, and a gap between two counts can be as long as it likes.
         assert_eq!(at(30, 0), (60, 50));
         assert_eq!(at(30, 1_060), (60, 50));
         assert_eq!(at(1 << 20, 1_061), (61, 50));

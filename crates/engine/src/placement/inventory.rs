@@ -33,7 +33,8 @@ pub struct PageCopy {
     pub active: bool,
 }
 
-/// The sharers of a frame: each process's copy (or that of the first process of a group), and how many such sharers.
+/// The sharers of a frame: each process's copy, and how many sharers it stands for. A group's sharers go by the copy of
+/// its first process.
 pub(super) type SharerSet = BTreeMap<PageCopy, u32>;
 
 #[derive(Clone, Copy, Debug)]
@@ -142,8 +143,8 @@ impl Inventory {
         self.frames.len()
     }
 
-    /// The frames, by their set of sharers and the process where we first found them. Members of a group have the same
-    /// set, so without the process some of them could get more than their share.
+    /// The frames, by their set of sharers and the process where we first found them. All members of a group have the
+    /// same set. We tell them apart by process, or some of them could get more than their share.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {

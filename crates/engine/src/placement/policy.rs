@@ -125,7 +125,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
     }
     let mut receivers = Vec::new();
     let mut missing = 0;
-    // How many pages too many each node has.
+    // How many pages each node has beyond its quota.
     let mut excess = have.clone();
     for (&node, &quota) in nodes.iter().zip(quotas) {
         let pages = have.get(&node).copied().unwrap_or(0);
@@ -145,7 +145,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
         if !moves_now {
             continue;
         }
-        // The page goes to the node that's furthest behind its part of all moves.
+        // The page goes to the node that has got the least of its part of the moves so far.
         let behind = |receiver: &Receiver| {
             let due = (receiver.wants * (moves.len() + 1)).checked_div(missing).unwrap_or(0);
             due.saturating_sub(receiver.got) * 2 + usize::from(receiver.got < receiver.wants)
