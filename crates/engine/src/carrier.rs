@@ -1,10 +1,10 @@
-//! How merging by ksmd and merging on request differ, as constants.
+//! Constants by which merging by ksmd and merging on request differ.
 //!
 //! Apart from these constants, only the two planners in [`crate::engine`] depend on the [`Mechanism`].
 
 use crate::host::Mechanism;
 
-/// How we merge pages with one [`Mechanism`].
+/// The constants of one [`Mechanism`].
 #[derive(Debug)]
 pub(crate) struct Carrier {
     /// With ksmd we mark memory, and ksmd keeps searching it for equal pages. Otherwise we name pairs of pages, and

@@ -126,7 +126,6 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The settings of a preset.
     pub fn of_preset(preset: Preset) -> Self {
         match preset {
             Preset::Default => Self::default(),

@@ -13,20 +13,20 @@ use std::mem::discriminant;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verb {
-    /// We sample it until there's enough evidence.
+    /// We sample the region until there's enough evidence.
     #[default]
     Sample,
-    /// We read all of it.
+    /// We read the whole region.
     Read,
-    /// We mark it. ksmd's scans wait for other regions that we may mark soon.
+    /// We mark the region. ksmd's scans wait for other regions that we may mark soon.
     Mark,
     /// The region is marked, and ksmd scans it.
     Merge,
-    /// We sample it thinly, to see what changes.
+    /// We sample the region thinly, to notice changes.
     Watch,
-    /// We only sample it thinly, for some time.
+    /// For some time, we only sample the region thinly.
     Wait,
-    /// We leave it alone.
+    /// We leave the region alone.
     #[serde(rename = "nothing")]
     Leave,
 }
@@ -51,7 +51,7 @@ pub enum Reason {
     Refused,
     /// We leave the region's process alone.
     ProcessLeftAlone,
-    /// The program soon writes its merged pages, so merges don't pay. This share of the region rests.
+    /// The program soon writes its merged pages, so merges don't pay. This share of the region's pages rests.
     CowBroken(Permyriad),
     /// Too many of its pages change between two visits for merges to last.
     Volatile,
@@ -61,7 +61,7 @@ pub enum Reason {
     Relieved,
     /// ksmd merged almost none of its duplicates, because these pages or their copies are pinned.
     Unmerged,
-    /// We couldn't stop its process, and try again.
+    /// We couldn't stop the region's process, and will try again.
     Busy,
     /// The region is too young, or regions of its family have ended young.
     TooYoung,
@@ -72,8 +72,8 @@ pub enum Reason {
         /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,
     },
-    /// We haven't marked its sparser parts yet: new regions may hold copies of them, and we read those regions first.
-    /// We wait until `until_ns` at most.
+    /// We haven't marked the region's sparser parts yet: new regions may hold copies of them, and we read the new ones
+    /// first. We wait until `until_ns` at most.
     AwaitsNewcomers,
     /// Memory is short.
     MemoryShort,

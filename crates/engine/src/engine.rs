@@ -77,7 +77,7 @@ pub struct Engine {
     room: CopyRoom,
     /// How much we save.
     saving: SavingCounter,
-    /// Lessons from earlier regions for new ones.
+    /// Experience with earlier regions, by which we judge new ones.
     experience: Experience,
     ledger: Ledger,
     /// The last changes of decisions.
@@ -99,7 +99,6 @@ struct Experience {
 }
 
 impl Engine {
-    /// An engine that knows nothing yet.
     pub fn new(config: Config) -> Self {
         Self {
             snapshot: Snapshot::default(),

@@ -5,7 +5,7 @@ use thiserror::Error;
 /// A setting that isn't permitted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// No setting of its kind has that name.
+    /// There's no setting of this kind by that name.
     #[error("there is no {noun} '{}'; choose {}", .name.escape_debug(), alternatives(.known))]
     NoName {
         noun: &'static str,

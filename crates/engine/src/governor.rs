@@ -51,7 +51,6 @@ impl Governor {
         ("auto", Self::Auto),
     ];
 
-    /// The governor's allowance.
     pub fn pace(self) -> Pace {
         let (top, seconds, price_us) = match self {
             Self::Full => (9_500, 2, 200),
@@ -123,7 +122,7 @@ impl Budget {
     pub fn record(&mut self, now_ns: u64, cost: Cost) {
         let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
         if self.observations.is_empty() {
-            // The clocks start at 0 with the run, so the CPU time of starting up counts, too.
+            // The CPU clocks start at 0 with the run. From here, the CPU time of starting up counts, too.
             self.observations.push_back((now_ns, 0));
         }
         let several = self.observations.len() > 1;
@@ -226,7 +225,7 @@ mod tests {
 
     #[test]
     fn the_share_holds_over_every_window() {
-        // Spends all it may at every step of a fixed clock, then checks every ten seconds.
+        // Spends as much as possible at every step of a fixed clock, then checks every period of ten seconds.
         let pace = Governor::Low.pace();
         let mut budget = Budget::default();
         let (mut spent, mut observations) = (0, Vec::new());

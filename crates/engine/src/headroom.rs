@@ -39,11 +39,12 @@ struct LimitRoom {
     lent: Pages,
     /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
     over: Pages,
-    /// Whether a process outside the limit has had memory that may be merged, since the bound has been in force.
+    /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
+    /// merged.
     is_shared: bool,
 }
 
-/// How much we may still merge of each process.
+/// How many more pages of each process we may merge.
 #[derive(Clone, Debug, Default)]
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
@@ -265,7 +266,7 @@ mod tests {
         let [outside, below] = [view(7, 1_000, 200, &[1, 2], 1), view(7, 1_000, 200, &[1, 2, 3], 2)];
         assert_eq!(look(&mut headroom, from_ref(&outside), [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
         assert_eq!(look(&mut headroom, from_ref(&below), [50; 3]), [None; 3], "it has been moved below the limit");
-        // We haven't read the limit again since.
+        // The limit is shared from the second look on, although we haven't read it again in between.
         look(&mut headroom, from_ref(&outside), [0; 3]);
         look(&mut headroom, from_ref(&outside), [0, 0, 50]);
         assert_eq!(look(&mut headroom, from_ref(&below), [0; 3]), [Some((7, 100)); 3]);

@@ -127,9 +127,9 @@ pub struct RegionView {
     pub pages: Pages,
     /// Anonymous pages present in it. May be some seconds old.
     pub resident: Pages,
-    /// How many pages of the range are marked mergeable, where ksmd does the merging.
+    /// How many pages of the range are marked mergeable, if ksmd does the merging.
     pub marked: Pages,
-    /// Whether its pages may have been merged on request. The kernel marks a mapping when we name one of its pages.
+    /// Whether the mapping is marked because we named one of its pages on request. Then its pages may be merged.
     pub named: bool,
     /// Whether we leave the region's process alone for now. Then we neither read nor change the region, and its marks
     /// stay.
@@ -139,7 +139,7 @@ pub struct RegionView {
 /// The state of KSM. Counters are the kernel's, for the whole machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmView {
-    /// `pages_shared`: merged pages, each in place of several.
+    /// `pages_shared`: merged frames, each in place of several pages.
     pub shared: Pages,
     /// `pages_sharing`: pages that merging saves.
     pub sharing: Pages,
@@ -254,8 +254,8 @@ pub struct SamplePlan {
     /// Digests by `lines` lines that pages with different contents have in common. Pages with such a digest must be
     /// digested by all lines instead.
     pub colliding: Arc<DigestSet>,
-    /// Which regions to report more about: which of their private pages were active before we read them, and which are
-    /// merged pages that nobody else maps any more.
+    /// For private pages of these regions, also report whether the page was active before we read it, and whether it's
+    /// a merged page that nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
     /// Read pages of these regions that are shared through fork, too.
     pub forked: BTreeSet<RegionKey>,

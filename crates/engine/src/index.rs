@@ -1,4 +1,4 @@
-//! The index: which contents we've seen, on which page first, and how often.
+//! The index: which contents we've seen, a page for each, and how many copies.
 //!
 //! UKSM keeps two trees of hashes, for merged and unmerged pages (section 5.3), and nuKSM cuts each into a forest so
 //! that no tree grows deep (section 4.3). The kernel knows which pages are merged, so we need only one entry for each
@@ -115,7 +115,6 @@ impl Entry {
     }
 }
 
-/// The index of contents.
 #[derive(Debug)]
 pub struct Index {
     trees: Vec<Vec<Entry>>,

@@ -19,13 +19,12 @@ use crate::units::{Pages, Permyriad, Vpn, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// We keep at most this many regions, and spans in one of them.
+/// We keep at most this many regions, and at most this many spans of each.
 const REGIONS_MAX: usize = 16_384;
 const SPANS_MAX: usize = 64;
 /// We forget regions that haven't appeared this long after a run began, nanoseconds.
 const APPEAR_NS: u64 = 600_000_000_000;
 
-/// Everything a run has learned.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Learned {

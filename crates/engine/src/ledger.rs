@@ -68,7 +68,6 @@ pub struct Ledger {
     /// Pages unmarked because memory was short.
     #[serde(default)]
     pub taken_back: Pages,
-    /// Spans marked.
     pub spans: u64,
     /// Spans where the target refused or had ended.
     pub refused: u64,

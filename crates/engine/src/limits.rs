@@ -225,7 +225,6 @@ impl Allowance {
         self.all.moves.add(self.now_ns, number);
     }
 
-    /// How much to do in one stop.
     pub fn stop_size(&self) -> StopSize {
         self.size
     }

@@ -33,7 +33,8 @@ const EXITED_PAGE_NS: u64 = 100;
 /// A scan waits at most this long for marks that may follow, nanoseconds, or for as long as the scan itself takes if
 /// that's longer.
 const SETTLE_NS: u64 = 4_000_000_000;
-/// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
+/// Batches are so small that they take at most the governor's share of this time, nanoseconds, even if all pages have
+/// the highest cost.
 const BATCH_NS: u64 = 500_000_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -50,9 +51,7 @@ struct ScanInProgress {
 /// Everything that an order depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// The time, nanoseconds.
     pub now_ns: u64,
-    /// The state of KSM.
     pub ksm: &'a KsmView,
     /// CPU time that ksmd has used so far, nanoseconds.
     pub ksmd_ns: u64,
@@ -91,7 +90,7 @@ pub struct ScanScheduler {
     merged: Pages,
     completed: u64,
     ended_ns: u64,
-    /// Whether ksmd stands between two scans, because we kicked the last one.
+    /// Whether we kicked the last scan. Once a kick has ended, ksmd isn't in the middle of a scan.
     between_scans: bool,
     /// The last order. We only send a new one if it differs.
     last_order: ScanOrder,
@@ -177,7 +176,6 @@ impl ScanScheduler {
         if self.is_busy() { 0 } else { now_ns.saturating_sub(self.ended_ns) }
     }
 
-    /// The order for this cycle.
     pub fn order(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
         let order = self.decide(inputs);
         if order == self.last_order && !matches!(order, ScanOrder::Kick { .. }) {
@@ -254,15 +252,15 @@ impl ScanScheduler {
     }
 
     /// Whether we haven't read the cgroup limits since the last scan. A page written before or during that scan isn't
-    /// merged before the next one, so if we read the limits in between, we notice in time that a cgroup has no headroom
-    /// for it.
+    /// merged before the next one. So if we read the limits in between, we notice in time that a cgroup has no headroom
+    /// for the page.
     fn waits_for_limits(&self, inputs: &Inputs<'_>) -> bool {
         let is_known = inputs.limits_read_ns.is_none_or(|read_ns| read_ns >= self.ended_ns);
         self.completed > 0 && !is_known && inputs.now_ns < self.ended_ns + LIMITS_NS
     }
 
-    /// Paces ksmd: batches so small that they stay within the share even if all pages have the highest cost, and sleeps
-    /// that follow the recent cost of pages.
+    /// Paces ksmd. Batches are so small that they stay within the share even if all pages have the highest cost. The
+    /// sleeps in between depend on the recent cost of pages.
     fn pace(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
         let share = u64::from(inputs.pace.top.0).clamp(1, 9_900);
         let batch_ns = share_ns(BATCH_NS, Permyriad(inputs.pace.top.0.clamp(1, 9_900)));

@@ -47,25 +47,25 @@ pub enum Fork {
 pub struct Region {
     /// The host's latest view.
     pub view: RegionView,
-    /// Whether it's a block of a larger mapping, which may be marked in part.
+    /// Whether the region is a block of a larger mapping. Such mappings may be marked in part.
     pub in_blocks: bool,
-    /// When we first saw it, nanoseconds.
+    /// When we first saw the region, nanoseconds.
     pub seen_ns: u64,
     pub age: Age,
     pub life: Life,
     /// Results of sampling.
     pub survey: Survey,
-    /// Results of reading it whole.
+    /// Results of reading the region whole.
     pub extents: Extents,
     pub marks: Marks,
-    /// What its process does with its pages.
+    /// What the region's process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
     /// Whether another process in scope, related to the region's own by fork, has a region at the same address.
     pub has_relatives: bool,
-    /// Why we leave it alone, and until when.
+    /// Why we leave the region alone, and until when.
     pub hold: Hold,
-    /// What happens to it next, as we decided at the end of the last cycle.
+    /// What happens to the region next, as we decided at the end of the last cycle.
     pub decision: Decision,
     /// Offsets in the index count from this page.
     base: Vpn,
@@ -114,12 +114,12 @@ impl Region {
         }
     }
 
-    /// Whether it has appeared in this cycle.
+    /// Whether the region appeared in this cycle.
     pub fn is_new(&self, now_ns: u64) -> bool {
         self.age.appeared() && self.seen_ns == now_ns
     }
 
-    /// Whether a page of a mapping is in it.
+    /// Whether this page of this mapping is in the region.
     pub fn holds(&self, key: RegionKey, page: Vpn) -> bool {
         self.view.key == key && (self.view.first..self.end()).contains(&page)
     }
@@ -128,35 +128,36 @@ impl Region {
         PageRun { region: self.view.key, first, pages: u32::try_from(pages.0).unwrap_or(u32::MAX) }
     }
 
-    /// Whether it's marked because a page of it has been named on request.
+    /// Whether the region is marked because we named a page in it on request.
     pub fn is_named(&self) -> bool {
         self.view.named || self.usage.named
     }
 
-    /// Whether we read the pages that it shares through fork.
+    /// Whether we read the pages that the region shares through fork.
     pub fn reads_forked(&self) -> bool {
         matches!(self.fork, Fork::First | Fork::Follows)
     }
 
-    /// Whether a page that looks merged may only be shared through fork. In marked mappings, Linux 6.12 shows both
-    /// alike. On request, we know which pages we've merged.
+    /// Whether a page that looks merged may in fact just be shared through fork. In marked mappings, Linux 6.12 shows
+    /// both alike. On request, we know which pages we've merged.
     pub fn may_be_shared(&self, sample: &PageSample) -> bool {
         let is_named = self.fork != Fork::Alone && self.is_named();
         is_named && sample.state == PageState::Merged && !self.usage.merged.contains(sample.page)
     }
 
-    /// Whether a page that we haven't merged is the same frame as one of another region, through fork.
+    /// Whether a page has the same frame as one of another region through fork. Only meant for pages that aren't
+    /// merged.
     pub fn is_same_frame(&self, page: Vpn, other: &Self, other_page: Vpn) -> bool {
         self.view.key != other.view.key && self.view.lineage == other.view.lineage && page == other_page
     }
 
-    /// The share of its pages that are shared through fork, once we've read it whole.
+    /// The share of the region's pages that are shared through fork, once we've read it whole.
     pub fn forked_share(&self) -> f64 {
         let shared: u64 = self.extents.values().map(|extent| u64::from(extent.shared)).sum();
         shared as f64 / self.counts().resident.0.max(1) as f64
     }
 
-    /// The page after its last.
+    /// The page after the region's last.
     pub fn end(&self) -> Vpn {
         self.view.first + self.view.pages.0
     }
@@ -184,7 +185,7 @@ impl Region {
         unmarked.ratio()
     }
 
-    /// The page's offset for the index. It wraps for pages below the base: a stack grows downwards.
+    /// The page's offset for the index. It wraps for pages below the base, as in a stack that has grown downwards.
     pub fn offset(&self, page: Vpn) -> u32 {
         low_bits(page.0.wrapping_sub(self.base.0), OFFSET_BITS)
     }
@@ -335,8 +336,8 @@ impl Region {
         spans.iter().flat_map(|span| around(extents, span, from, to)).collect()
     }
 
-    /// Whether we never mark or unmark it in part. Programs more often move or grow small mappings, which fails once
-    /// they're split.
+    /// Whether we never mark or unmark the region in part. Programs more often move or grow small mappings, which fails
+    /// once they're split.
     pub fn stays_whole(&self) -> bool {
         !self.in_blocks && self.view.pages < SPLIT_FROM
     }

@@ -49,8 +49,8 @@ const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
 const PAUSE_NS: u64 = 2_000_000_000;
 const PAUSE_MOST_NS: u64 = 600_000_000_000;
-/// We look again after only `PAUSE_NS` if a cgroup could now exceed its limit by more than at the last look: one part
-/// in this many of the limit more, or worse.
+/// We look again after only `PAUSE_NS` if things got worse: a cgroup could now exceed its limit by more than at the
+/// last look, and the difference is at least one part in this many of the limit.
 const WORSE: u64 = 64;
 
 /// A region, by its mapping and its first page.
@@ -102,7 +102,7 @@ pub struct Relieved {
     pub limit: LimitKey,
     /// Parts of other processes' regions with pages that are charged to the cgroup.
     pub others: Vec<Part>,
-    /// Its own regions with many marked pages that aren't merged.
+    /// The cgroup's own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
 }
 
@@ -112,7 +112,7 @@ struct Survey {
     limit: LimitKey,
     members: FxHashSet<OwnerKey>,
     ahead: VecDeque<PageRun>,
-    /// Merged pages of its processes, by region.
+    /// Merged pages of the cgroup's processes, by region.
     merged: FxHashMap<Place, u64>,
     /// Merged frames that are charged to the cgroup.
     frames: FxHashSet<u64>,
@@ -122,7 +122,6 @@ struct Survey {
     copies: FxHashMap<Part, (OwnerKey, Pages)>,
 }
 
-/// Looks for regions to unmerge.
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
@@ -192,8 +191,9 @@ impl Relief {
         (take_pages(&mut survey.ahead, LOOKED_UP_AT_ONCE), Some(survey.limit))
     }
 
-    /// Records pages that we looked up. After the last one, returns what to unmerge: parts where others hold the most
-    /// pages charged to the cgroup and have room for the copies, until enough pages come free to restore its reserve.
+    /// Records pages that we looked up. After the last one, returns the parts to unmerge. We take parts where others
+    /// hold the most pages charged to the cgroup and have room for the copies, until enough pages come free to restore
+    /// the cgroup's reserve.
     pub fn record(
         &mut self,
         table: &RegionTable,

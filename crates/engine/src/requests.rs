@@ -26,7 +26,7 @@ const DIFFERING_MIN: u64 = 1024;
 /// We put a pair off to the next cycle at most this often.
 const PUT_OFF_MOST: u8 = 3;
 
-/// The most contents in one of the sets below. Beyond that we empty the set.
+/// The sets of contents in [`Requests`] hold at most this many. We empty a full set.
 const LEFT_MOST: usize = 1 << 20;
 
 /// A page, as the host knows it, and its place in the index.
@@ -54,7 +54,7 @@ pub struct Pair {
     needs_merged: bool,
     /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
-    /// How often we've put it off.
+    /// How often we've put the pair off.
     put_off: u8,
 }
 
@@ -162,7 +162,7 @@ impl Requests {
         remember(&mut self.left_behind, digest);
     }
 
-    /// We've sampled all pages about once since the last call.
+    /// Called when we've sampled all pages about once since the last call.
     pub fn age(&mut self) {
         self.left_behind_before = std::mem::take(&mut self.left_behind);
     }
@@ -225,7 +225,6 @@ impl Requests {
         }
     }
 
-    /// Records the outcome of the ranges.
     pub fn record(
         &mut self,
         results: &[MergeResult],
@@ -264,7 +263,7 @@ impl Requests {
         collisions
     }
 
-    /// Records the outcome of one page. Returns its digest if that collides with the one of the page to keep.
+    /// Records the outcome of one page. Returns the page's digest if it turns out to collide.
     fn record_page(
         &mut self,
         page: MergeRange,
@@ -302,7 +301,7 @@ impl Requests {
             // The relative's program has written its page, which we haven't read: we learn nothing from that.
             _ if is_relative => {}
             Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
-            // We keep this page instead.
+            // From now on we keep this page for the content.
             Merging::Ineligible | Merging::Full => index.point_to(digest, take.location),
             Merging::Differs | Merging::Absent => {
                 index.point_to(digest, take.location);

@@ -72,8 +72,7 @@ pub enum RoomState {
 }
 
 impl RoomState {
-    /// How much must be left for `state` not to apply. A state that already applies only ends once there's some more
-    /// room.
+    /// How much memory must be left so that `state` doesn't apply. If it already applies, we ask for some more.
     fn needs(self, amount: Pages, state: Self) -> Pages {
         let more = if self >= state { amount.0 / HYSTERESIS } else { 0 };
         Pages(amount.0 + more)
@@ -83,7 +82,6 @@ impl RoomState {
 /// The room on the machine or below a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// Whether there is enough room.
     pub state: RoomState,
     /// The machine's memory, or the limit.
     #[serde(rename = "total_bytes", with = "as_bytes")]
@@ -151,7 +149,6 @@ impl FromStr for Keep {
     }
 }
 
-/// Parses a percentage.
 fn parse_share(text: &str) -> Option<Permyriad> {
     let share: f64 = text.trim_end().parse().ok()?;
     if !(0.0..=100.0).contains(&share) {
@@ -172,7 +169,6 @@ fn parse_size(text: &str) -> Option<Pages> {
 }
 
 impl Keep {
-    /// The machine's reserve.
     fn of_machine(self, total: Pages, worst: Pages, likely: Pages) -> Pages {
         match self {
             Self::Auto => likely.max(share(total, AUTO_SHARE)).min(worst),
@@ -305,7 +301,6 @@ impl Reserve {
         if memory.total == Pages(0) { Pages(u64::MAX) } else { self.machine.spare().min(memory.available) }
     }
 
-    /// The room below each limit.
     pub fn limits(&self) -> &BTreeMap<LimitKey, Room> {
         &self.limits
     }

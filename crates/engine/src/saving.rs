@@ -56,7 +56,6 @@ pub struct Saving {
     pub merged: Pages,
     /// The frames that the processes would need if programs wrote every page that shares a merged frame.
     pub returns_at_worst: Pages,
-    /// When we counted, nanoseconds.
     pub counted_ns: u64,
     /// We looked up one page in this many.
     pub one_in: u64,
@@ -65,7 +64,6 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// One process's part of the saving.
     pub fn of(&self, owner: OwnerKey) -> Pages {
         Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
     }
@@ -205,7 +203,7 @@ impl SavingCounter {
             last = table.near(last, sample.region, sample.page);
             let Some(region) = last else { continue };
             let family = families[&(region.view.lineage, sample.page, sample.frame)];
-            // A page may have come or gone since we found the frame.
+            // More pages may map the frame than when the host counted its mappers.
             let held = 1.0 / f64::from(sample.mappers).max(family.all);
             let part = weight * (family.unmerged_frames() / family.all - held);
             saved += part;

@@ -15,10 +15,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::AddAssign;
 
-/// The engine's state.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The time, nanoseconds.
     pub now_ns: u64,
     pub activity: Activity,
     pub memory: MemoryState,
@@ -89,7 +87,7 @@ pub struct MemoryState {
     pub resident_bytes: u64,
     /// The saving, `None` before the first count.
     pub saved_bytes: Option<u64>,
-    /// How long ago we counted it.
+    /// How long ago we counted the saving.
     pub saved_age_seconds: Option<f64>,
     /// Memory needed if programs write to every merged page.
     pub may_return_bytes: u64,
@@ -173,7 +171,6 @@ pub struct Work {
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct IndexState {
     pub contents: usize,
-    /// The memory of the index.
     pub bytes: u64,
 }
 

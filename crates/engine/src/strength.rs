@@ -18,7 +18,7 @@ use crate::hash::LINES;
 
 /// We hash at least this many lines.
 const WEAKEST: u32 = 2;
-/// The cost of a page besides its lines. Half of it is the kernel's.
+/// The cost of hashing a page, apart from its lines. Half of it is spent in the kernel.
 const PAGE_LINES: u64 = 10;
 /// The cost, in cache lines, of comparing two pages that only look alike: 35 for the comparison itself (by instructions
 /// counted in a guest), and the rest because we hash the page again, this time all of it.

@@ -1,4 +1,4 @@
-//! Counting the contents of one workload: how many there are, how often each occurs, and the sketch of them.
+//! Counts the contents of one workload: how many there are, and how often each occurs. Also makes the sketch of them.
 
 use crate::key::Content;
 use crate::sketch::{LG_NOMINAL, MAX_THETA, SKETCH_ENTRIES, Sketch};

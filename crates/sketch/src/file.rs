@@ -36,12 +36,12 @@ const TAIL_BYTES: usize = 4096;
 
 pub const ROWS_MOST: usize = 4096;
 pub const FILE_BYTES: u64 = 160 << 20;
-/// Rows that we write together, half a MiB at most.
+/// We write this many rows together, half a MiB at most.
 const GROUP_ROWS: usize = 16;
 
 /// A column: its name, and its value in a row.
 pub type Text = (&'static str, fn(&Row) -> String);
-/// A column of numbers: its name, its value in a row, and its place in a row.
+/// A column of numbers: its name, its value in a row, and the row's field for it.
 pub type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
 
 /// The columns of text, which come first.

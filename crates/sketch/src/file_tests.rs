@@ -154,12 +154,12 @@ fn footers_that_would_end_the_process_are_refused() {
         seal::reseal(&mut bytes).unwrap();
         read(bytes).unwrap_err().to_string()
     };
-    // Row groups: 2^31 of one row.
+    // 2^31 row groups for one row.
     let error = with(schema, &[0x16, 2, 0x19, 0xfc, 0xff, 0xff, 0xff, 0xff, 7]);
     assert_eq!(error, "is damaged: it has more groups than rows");
     let error = with(schema, &[0x16, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x19, 0xfc, 1]);
     assert!(error.contains("workloads, and one host has at most 4096"), "{error}");
-    // A list of 2^31 booleans, which the crate takes for empty and counts; groups twice.
+    // A list of 2^31 booleans, which the crate would count one by one; the row groups a second time.
     let after_groups = |rest: &[u8]| with(schema, &[&[0x16, 2, 0x19, 0x0c], rest].concat());
     let malformed = "is damaged: its footer is not in the form that pagefold writes";
     assert_eq!(after_groups(&[0x69, 0xf1, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
@@ -168,14 +168,14 @@ fn footers_that_would_end_the_process_are_refused() {
     assert_eq!(after_groups(&[&[0x6c; 100][..], &[0; 100]].concat()), malformed);
     // Lists within lists.
     assert_eq!(after_groups(&[&[0x69][..], &[0x19; 10_000]].concat()), malformed);
-    // And parts that take much more memory than they're long, such as lists of numbers.
+    // Parts that take much more memory than they're long, such as lists of numbers.
     let error = after_groups(&[&[0x69, 0xf6, 0xa0, 0x9c, 1][..], &vec![0; 20_000]].concat());
     assert_eq!(error, "is damaged: its footer is longer than its groups need");
     // Groups within groups of the schema.
     let deep = [&schema[..40], &vec![0x4c; 100_000]].concat();
     assert!(with(&deep, &[]).contains("columns differ"));
     assert!(with(schema, &[0x19]).contains("footer is not in the form that pagefold writes"));
-    // Something between the pages.
+    // Bytes that belong to no page.
     let mut moved = bytes.clone();
     moved.splice(4..4, *b"junk");
     seal::reseal(&mut moved).unwrap();
@@ -188,7 +188,7 @@ proptest! {
     #[test]
     fn no_bytes_panic(at in 0..1_usize << 20, with in prop::collection::vec(any::<u8>(), 0..9), cut in 0..3_usize) {
         let mut bytes = bytes_of(&SketchFile { rows: vec![row("a", 0..20), row("b", 10..90)] });
-        // Most often in the footer.
+        // We mostly change bytes of the footer.
         let from = if cut == 0 { 0 } else { bytes.len() * 2 / 3 };
         let at = from + at % (bytes.len() - from);
         for (byte, with) in bytes[at..].iter_mut().zip(with) {

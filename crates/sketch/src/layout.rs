@@ -15,7 +15,8 @@ const MAGIC: usize = 4;
 /// The length of the footer, and the magic number.
 const TAIL: usize = 8;
 
-/// Bytes of Thrift's compact protocol: field by field, in writing order.
+/// Bytes of Thrift's compact protocol. The first byte of a field has its distance from the field before in the upper
+/// half, and its type in the lower half.
 mod thrift {
     /// The next field, a 32-bit number.
     pub(super) const I32: u8 = 0x15;
@@ -53,7 +54,7 @@ const GROUP_BYTES: u64 = 4 << 10;
 /// The places of the pages in a file.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// The offsets of the pages, ascending, and finally the footer's.
+    /// The offsets of the pages, ascending, and finally the offset of the footer.
     starts: Vec<u64>,
 }
 

@@ -76,7 +76,7 @@ pub struct Row {
     pub saved_bytes: u64,
     /// The most merged memory that programs have written, and so taken back, in a period.
     pub take_back_bytes: u64,
-    /// Contents that the previous sketch didn't have, each once.
+    /// Contents that the previous sketch didn't have. Each counts once.
     pub came_bytes: u64,
     /// Contents that the previous sketch had and this one doesn't.
     pub went_bytes: u64,

@@ -77,7 +77,7 @@ impl<W: Write> Write for Sealing<W> {
 }
 
 impl<W: Write + Read + Seek> Sealing<W> {
-    /// Replaces the [`blank`] checksum. Returns the inner writer and the number of bytes written.
+    /// Writes the checksum over the [`blank`] one. Returns the inner writer and the number of bytes written.
     pub fn seal(mut self) -> io::Result<(W, u64)> {
         let place =
             find(&mut self.inner, self.bytes)?.ok_or_else(|| io::Error::other("the checksum's place is missing"))?;

@@ -1,8 +1,8 @@
 //! A theta sketch (Apache DataSketches) of distinct contents.
 //!
-//! A sketch keeps the contents whose hash is below a threshold, theta. So a content that two workloads have in common
-//! is kept by both sketches or by neither, below the lower of their thresholds ("coordinated sampling"). From these
-//! entries we estimate how much the workloads share.
+//! A sketch keeps the contents whose hash is below a threshold, theta. So below the lower of their thresholds, any two
+//! sketches keep the same ones of their common contents ("coordinated sampling"). From these entries we estimate how
+//! much two workloads share.
 
 use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
@@ -122,7 +122,7 @@ impl Sketch {
         Estimate::of(&self.0)
     }
 
-    /// How many contents are in both.
+    /// How many contents both workloads have.
     pub fn common(&self, other: &Self) -> Estimate {
         let mut both = ThetaIntersection::default();
         // This only fails for sketches of other seeds or with repeated entries, which `from_bytes` refuses.
@@ -134,7 +134,7 @@ impl Sketch {
         Estimate::of_share(kept, theta as f64 / MAX_THETA as f64)
     }
 
-    /// How many contents are in this one and not in the other.
+    /// How many contents this workload has and the other one hasn't.
     pub fn without(&self, other: &Self) -> Estimate {
         let rest = ThetaANotB::default().compute(&self.0, &other.0, true);
         debug_assert!(rest.is_ok(), "{rest:?}");
@@ -171,8 +171,8 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's form of ascending hashes. It has no other way to make a sketch of them, or of its own tables of
-/// counts.
+/// The library's serialised form of ascending hashes. It can't make a sketch of hashes, or of its own tables of counts,
+/// in any other way.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {

@@ -24,7 +24,7 @@ pub(super) struct Contents {
 }
 
 impl Contents {
-    /// Drops entries that nothing has renewed.
+    /// Drops entries of the index that nothing has renewed for some time.
     pub fn age(&mut self, table: &RegionTable) {
         self.bottom_pages = 0;
         self.index.age();

@@ -22,7 +22,6 @@ const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
 
-/// The result of one cycle.
 #[derive(Debug)]
 pub struct Cycle {
     /// How long to wait before the next cycle, nanoseconds.
@@ -66,7 +65,7 @@ pub fn cycle<H: Host>(engine: &mut Engine, host: &mut H) -> Result<Cycle, H::Err
 /// Host errors that we can't continue from.
 pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H::Error> {
     let snapshot = host.observe()?;
-    // We only read the pages that the count needs.
+    // We don't carry out this plan, but only read the pages that the count needs.
     engine.plan(snapshot);
     engine.saving.count_now();
     let inspect = engine.plan_count();
@@ -89,8 +88,8 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             let has_nodes = self.snapshot.nodes.len() > 1;
-            // We also ask where we observe COW breaks: if all the other sharers wrote their pages, ours isn't broken
-            // (`PageSample::lone`).
+            // A merged page looks broken once all its other sharers have written theirs. So where we observe COW
+            // breaks, we ask for `PageSample::lone`.
             let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
             let wants_flags = |region: &Region| {
                 is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
@@ -106,7 +105,6 @@ impl Engine {
         plan
     }
 
-    /// Judges the samples.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         self.record_reading(samples);
         self.record_inspection(samples);
@@ -179,8 +177,8 @@ impl Engine {
         self.record_counted();
     }
 
-    /// Whether surely nothing is merged on the whole machine. KSM doesn't count zeros of huge pages that it has split,
-    /// so we also ask whether any region may have some.
+    /// Whether we know that nothing is merged on the whole machine. KSM doesn't count zeros of huge pages that it has
+    /// split, so we also ask whether any region may have some.
     fn is_nothing_merged(&self) -> bool {
         let may_be = |region: &Region| !region.usage.own.is_empty() && !region.mergeable_runs().is_empty();
         self.snapshot.ksm.merged() == Pages(0) && !self.table.iter().any(may_be)
@@ -213,7 +211,7 @@ impl Engine {
         runs
     }
 
-    /// The keys of the mappings in `runs` that have a wanted region.
+    /// The keys of those mappings in `runs` with a region that's wanted.
     fn keys_among(&self, runs: &[PageRun], is_wanted: impl Fn(&Region) -> bool) -> BTreeSet<RegionKey> {
         let mut keys = BTreeSet::new();
         for run in runs {

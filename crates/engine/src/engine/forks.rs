@@ -39,7 +39,7 @@ struct Family {
 #[derive(Debug, Default)]
 pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
 
-/// The key of a region's family: relatives have the same region at the same address.
+/// Identifies a region's family: relatives have the region at the same address.
 fn place(region: &Region) -> (LineageKey, Vpn) {
     (region.view.lineage, region.view.first)
 }
@@ -74,7 +74,8 @@ impl Engine {
     }
 
     /// With ksmd, reads the relatives of regions that have duplicates among the pages that they share through fork. On
-    /// request, marks relatives of marked regions: one may have been forked just before we marked its parent.
+    /// request, marks relatives of marked regions, because a relative may have been forked just before we marked its
+    /// parent.
     pub(super) fn follow_relatives(&mut self) {
         if !self.carrier().by_marks {
             self.mark_relatives();
@@ -100,8 +101,8 @@ impl Engine {
         }
     }
 
-    /// Records whether a page has a frame of its own, or is the first of its family to map it. Once it's merged, we
-    /// can't tell any more.
+    /// Records whether a page has a frame of its own. Among relatives that share a frame of zeros, we take it for the
+    /// first one's. Once a page is merged, we can't tell any more.
     pub(super) fn record_frame(&mut self, slot: u32, sample: &PageSample) {
         let Some(region) = self.table.get(slot) else { return };
         let is_zero = sample.digest == Digest::ZERO;
@@ -169,7 +170,7 @@ impl Engine {
         }
     }
 
-    /// The pages of a pair that families share, in all their relatives. `None` if one of them may not be merged now.
+    /// The pages of a pair that are shared through fork, in all relatives. `None` if one of them may not be merged now.
     fn pages_of_families(&self, pair: &Pair) -> Option<Vec<IndexedPage>> {
         let mut pages = Vec::new();
         for named in [Some(pair.take), pair.keep].into_iter().flatten() {

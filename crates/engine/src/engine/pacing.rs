@@ -60,8 +60,8 @@ impl Spending {
         self.changed_targets = false;
     }
 
-    /// CPU time that reading may take now, so that we stay within the share over the governor's window and over a short
-    /// time.
+    /// CPU time that reading may take now, so that we stay within the share over the governor's window and over
+    /// [`SMOOTH_NS`].
     pub fn room_ns(&self, pace: Pace) -> u64 {
         let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
         self.total.room_ns(pace).min(smooth_ns)
@@ -89,8 +89,8 @@ impl Spending {
 }
 
 impl Engine {
-    /// Learns from the last cycle's cost. We charge a cycle's whole cost to its samples, so that shares cover
-    /// everything.
+    /// Learns from the last cycle's cost. We charge a cycle's whole cost to its samples, so that the levels' shares
+    /// cover all our work.
     pub(super) fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
         self.spending.record_cycle(cycle_ns);

@@ -183,7 +183,7 @@ impl Engine {
         self.contents.index.record(digest, location)
     }
 
-    /// Counts the page where we first saw a content as a duplicate, now that we've found its first copy.
+    /// Once we find the first copy of a content, the page where we first saw it is a duplicate, too: counts that page.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
         let by_marks = self.carrier().by_marks;

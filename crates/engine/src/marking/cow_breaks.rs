@@ -1,5 +1,5 @@
-//! Finds memory where merges don't pay, because programs soon write the merged pages, without a hook in the page fault
-//! handler: we look at single merged pages again and again.
+//! Finds memory where merges don't pay because programs soon write the merged pages. We have no hook in the page fault
+//! handler, so we look at single merged pages again and again.
 //!
 //! UKSM calls memory COW-broken if half of its merges of a round are undone (section 5.2). We apply a similar rule only
 //! before we merge anything ([`Survey::is_volatile`](crate::region::Survey::is_volatile)). We judge merged memory by
@@ -56,7 +56,7 @@ struct Probe {
     since_ns: u64,
     first_ns: u64,
     last_ns: u64,
-    /// 32 bits of its content's digest, enough to notice a change.
+    /// 32 bits of the digest of the page's content, enough to notice a change.
     fingerprint: u32,
 }
 
@@ -76,7 +76,7 @@ pub struct BreakTally {
 }
 
 impl BreakTally {
-    /// Whether its breaks certainly cost more than its saving is worth.
+    /// Whether the breaks certainly cost more than the saving is worth.
     fn is_loss(&self, price_ns: u64) -> bool {
         let certain = self.certain_breaks() / self.breaks.max(1) as f64;
         certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
@@ -103,7 +103,7 @@ impl BreakTally {
 /// An extent that we leave alone for a time, and then try for as long.
 #[derive(Clone, Copy, Debug)]
 struct Rest {
-    /// How often in a row it has rested.
+    /// How often in a row the extent has rested.
     times: u32,
     phase: RestPhase,
 }
@@ -142,7 +142,7 @@ impl CowBreaks {
                 }
                 return;
             }
-            // The program may not have written the page but given it back to the kernel: after that, a read maps the
+            // Perhaps the program didn't write the page but gave it back to the kernel: then the next read maps the
             // zero page.
             Some(_) if digest == Digest::ZERO => self.forget_page(page),
             // The page was written and merged again since our last visit.
@@ -170,8 +170,8 @@ impl CowBreaks {
         self.probes.remove(&page);
     }
 
-    /// Stops observing a page if different contents share its fingerprint. Such contents have got other digests, which
-    /// would look like a write.
+    /// Stops observing a page if different contents share its fingerprint. Pages with it get another digest from now
+    /// on, which would look like a write.
     pub fn forget_colliding(&mut self, page: Vpn, is_shared: impl Fn(u32) -> bool) {
         if self.probes.get(&page).is_some_and(|probe| is_shared(probe.fingerprint)) {
             self.forget_page(page);
@@ -184,12 +184,10 @@ impl CowBreaks {
         self.visitable = usize::try_from(often_enough).ok();
     }
 
-    /// Whether we can observe more pages.
     pub fn has_room(&self) -> bool {
         self.probes.len() < self.visitable.unwrap_or(PROBES_MAX).min(PROBES_MAX)
     }
 
-    /// How many pages we observe.
     pub fn observed(&self) -> usize {
         self.probes.len()
     }

@@ -38,7 +38,6 @@ pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
 /// We don't wake ksmd unless this many pages in marked spans have become worth merging.
 const REFRESH_MIN: u64 = 1_024;
 
-/// Decides on marks.
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
@@ -72,7 +71,7 @@ struct Unmarking {
     next_ns: u64,
 }
 
-/// The scan scheduler and the allowance that marks use up.
+/// The scan scheduler, and the allowance and headroom that marks use up.
 #[derive(Debug)]
 pub struct Means<'a> {
     pub scheduler: &'a mut ScanScheduler,
@@ -96,7 +95,7 @@ impl Marker {
         self.thin.added > Pages(0)
     }
 
-    /// If a region has work that waits because it doesn't pay: all the work that waits with it.
+    /// The wave that a region's work waits in because it doesn't pay yet. `None` if no work of the region waits.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
         if region.life.is_worth_marking() {
             return (self.small.added > Pages(0)).then_some(self.small);
@@ -354,8 +353,8 @@ impl Marker {
         region.marks.spans = kept;
     }
 
-    /// Makes spans between two pages urgent if they wait for unmarking because of COW breaks: a cgroup limit needs the
-    /// memory now.
+    /// Makes spans from `first` to `end` urgent if they wait for unmarking because of COW breaks: a cgroup limit needs
+    /// the memory now.
     pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
         for Change { span, why } in std::mem::take(&mut self.broken.changes) {
             let span_end = span.first + span.pages.0;
@@ -373,7 +372,7 @@ impl Marker {
         }
     }
 
-    /// Queues the parts of marks between two pages for unmarking. Returns whether there are any.
+    /// Queues the parts of marks from `first` to `end` for unmarking. Returns whether there are any.
     fn queue_within(&mut self, region: RegionKey, marks: &[Candidate], first: Vpn, end: Vpn, why: Why) -> bool {
         let mut any = false;
         for mark in marks {
@@ -517,7 +516,6 @@ impl Marker {
         scheduler.request_thorough(worth);
     }
 
-    /// Records the outcome of marking.
     pub fn record_marked(
         &mut self,
         table: &mut RegionTable,
@@ -610,8 +608,8 @@ fn ready(
             region.life.advance(Event::Settle);
             continue;
         }
-        // We only ask this of unmarked regions: in marked memory, pages that were written make up most of the unmerged
-        // ones that we see.
+        // In marked memory, most of the unmerged pages that we sample have just been written, so there this tells us
+        // nothing.
         if region.marks.spans.is_empty() && region.survey.is_volatile(config) {
             region.hold.put_off(now_ns);
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
@@ -755,7 +753,7 @@ fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) 
     (wave.duplicate >= config.span_pages_min).then_some(wave)
 }
 
-/// The pages in a region's extents that are at least this dense. Nothing if it's marked whole.
+/// The pages in those extents of a region that are at least this dense. Nothing if the region is marked whole.
 fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
     if region.is_marked_whole() {
         return Counts::default();
@@ -763,7 +761,7 @@ fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
     region.spans(config, density, config.spans_per_process).iter().map(Candidate::counts).sum()
 }
 
-/// Resident pages in all spans that this run marked.
+/// Resident pages in all spans that this run marked, and in all regions that are marked whole.
 pub fn marked_resident(table: &RegionTable) -> Pages {
     table.iter().map(Region::marked_resident).sum()
 }
@@ -819,7 +817,7 @@ mod tests {
     fn neighbouring_extents_are_unmarked_together() {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 4]), Config::default());
         find(&mut marker, &mut table, S, &config);
-        // Found later, but before the others are unmarked.
+        // We find this extent later, but before the others are unmarked.
         marker.queue(
             Span { region: RegionKey(1), first: Vpn(5 * 512), pages: Pages(512) },
             Why::CowBroken { lasts_ns: 9 },
@@ -868,7 +866,7 @@ mod tests {
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((100, 1_100)));
         let region = region(&mut table);
         assert!(region.marks.spans.is_empty());
-        // It grows: the new extent can't be marked separately.
+        // The mapping grows: its new extent can't be marked separately.
         region.update(test_view(1, 100, SMALL.0 + 512), 1);
         for extent in 0..4 {
             let full = crate::marking::extents::Extent { resident: 400, duplicate: 400, ..Default::default() };
@@ -943,7 +941,7 @@ mod tests {
         assert!(!region(&mut table).life.is_worth_marking());
         unmark(&mut marker, &table, S).unwrap();
         find(&mut marker, &mut table, 400 * S, &config);
-        // The region already has all the parts that its process may have, and gets fewer.
+        // The region already has all the parts that its process may have. Marking all of it again leaves one.
         assert_eq!(ready_spans(&marker, &mut table, 400 * S, &config), 1);
     }
 

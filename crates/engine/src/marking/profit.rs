@@ -9,7 +9,7 @@ use std::ops::AddAssign;
 
 /// The mean cost of visiting a recently marked page, nanoseconds.
 pub const NEW_PAGE_NS: u64 = 6_000;
-/// The cost of visiting a page again (it's merged, or without a copy and mostly skipped), nanoseconds.
+/// The cost of visiting a page again, nanoseconds: it's merged already, or has no copy and is mostly skipped.
 pub const OLD_PAGE_NS: u64 = 700;
 /// The cost of a write to a merged page: a page fault and a copy, nanoseconds. For a page of zeros it's less.
 const BREAK_NS: f64 = 2_500.0;
@@ -70,7 +70,7 @@ impl AddAssign for Wave {
     }
 }
 
-/// What breaks cost the program, nanoseconds, if `zeros` of them were of pages of zeros.
+/// The cost of COW breaks to the program, nanoseconds. `zeros` of them were of pages of zeros.
 pub fn breaks_cost_ns(breaks: u64, zeros: u64) -> f64 {
     (breaks - zeros) as f64 * BREAK_NS + zeros as f64 * ZERO_BREAK_NS
 }

@@ -26,11 +26,11 @@ const INSPECT_PAGE_NS: u64 = 150;
 const MOVE_NS: u64 = 5_000;
 /// Moving a frame costs at least this much, whatever we've measured, nanoseconds.
 const MOVE_NS_MIN: u64 = 100;
-/// We move at most this many frames in one round: it shouldn't take much longer than the share of a core allows.
+/// We move at most this many frames in one round, so that it doesn't take much longer than the share of a core allows.
 const MOVES_PER_ROUND: u64 = 4_096;
 /// We inspect again once this many saved pages have come or gone.
 const GROWTH_MIN: u64 = 64;
-/// Once we've counted this many private pages of a process, we halve its counts by node.
+/// Once we've counted this many private pages of a process, we halve the counts, so that old ones weigh less.
 const PRIVATE_PAGES_MAX: u64 = 8_192;
 /// The first pause after an inspection, nanoseconds. It doubles while inspections move little.
 const PAUSE_NS: u64 = 1_000_000_000;
@@ -234,7 +234,6 @@ impl Placer {
         Some(if parts[chosen].0 == new.home { Stays::New } else { Stays::Known })
     }
 
-    /// Records that `done` frames were moved.
     pub fn record_moved(&mut self, done: u64) {
         self.summary.misplaced = self.summary.misplaced.saturating_sub(Pages(done));
         self.moved |= done > 0;

@@ -145,7 +145,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
         if !moves_now {
             continue;
         }
-        // The page goes to the node that has got the least of its part of the moves so far.
+        // The page goes to the node that lags furthest behind its part of the moves so far.
         let behind = |receiver: &Receiver| {
             let due = (receiver.wants * (moves.len() + 1)).checked_div(missing).unwrap_or(0);
             due.saturating_sub(receiver.got) * 2 + usize::from(receiver.got < receiver.wants)

@@ -3,13 +3,12 @@
 use crate::keys::LimitKey;
 use serde::{Deserialize, Serialize};
 
-/// The first and the longest pause before we examine a region again after an examination that brought nothing,
-/// nanoseconds.
+/// The first and the longest pause after examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
 /// How long memory rests the first time, nanoseconds: we leave it alone because it didn't merge or merges didn't pay.
 const REST_NS: u64 = 300_000_000_000;
-/// How long we leave a region alone for a reason that passes, nanoseconds.
+/// How long we leave a region alone for a temporary reason at most, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
 /// How long memory rests if it has rested `times` times in a row, nanoseconds: twice as long each time.
@@ -27,9 +26,9 @@ pub enum LeaveAlone {
     TakenBack,
     /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// ksmd merged almost none of its duplicates. Temporary.
+    /// ksmd merged almost none of the region's duplicates. Temporary.
     Unmerged,
-    /// Its process refused to be marked. Lasts for the whole run.
+    /// The region's process refused to be marked. Lasts for the whole run.
     Refused,
 }
 
@@ -63,7 +62,7 @@ impl Hold {
         self.reason
     }
 
-    /// Leaves the region alone until `until_ns`, for a reason that passes.
+    /// Leaves the region alone until `until_ns`, for a temporary reason.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.reason = Some(reason);
         self.not_before_ns = until_ns;

@@ -51,7 +51,8 @@ impl Age {
 pub struct Judgement {
     /// When we judged it, nanoseconds.
     pub at_ns: u64,
-    /// We mark extents that are at least this dense: the full density at first, less once the denser ones are merged.
+    /// We mark extents that are at least this dense: as dense as configured at first, less once the denser ones are
+    /// merged.
     pub density: Permyriad,
     pub by: Judge,
 }
@@ -78,15 +79,15 @@ pub enum Event {
     Climb,
     /// The region's samples show too few duplicates: it goes down one level.
     Descend,
-    /// Back to the bottom level, whatever we know.
+    /// The region goes back to the bottom level, whatever we know about it.
     Sink,
-    /// We start to read all of it, from its first page, on the top level.
+    /// We start to read the whole region, from its first page, on the top level.
     StartReading { first: Vpn, top: usize },
     /// We've read the pages below this one.
     ReadTo(Vpn),
-    /// We've read all of it.
+    /// We've read the whole region.
     FinishReading { now_ns: u64 },
-    /// An earlier run had judged it and marked its dense parts.
+    /// An earlier run had judged the region and marked its dense parts.
     Adopt { now_ns: u64, left_over: Permyriad },
     /// There may be more to mark: another duplicate, headroom, or a mark that failed.
     Reopen,
@@ -94,7 +95,7 @@ pub enum Event {
     Thin { density: Permyriad },
     /// There's nothing more to mark.
     Settle,
-    /// We forget its pages' digests, and sample it on the bottom level again.
+    /// We forget the digests of the region's pages, and sample it on the bottom level again.
     Forget,
 }
 
@@ -163,7 +164,7 @@ impl Life {
         self.cursor().is_some()
     }
 
-    /// While we're reading all of it: the page up to which we've read.
+    /// While we're reading the whole region: the page up to which we've read.
     pub fn cursor(&self) -> Option<Vpn> {
         match self.phase {
             Phase::Reading(cursor) => Some(cursor),
@@ -183,7 +184,7 @@ impl Life {
         }
     }
 
-    /// Whether there may be more of it to mark.
+    /// Whether there may be more of the region to mark.
     pub fn is_worth_marking(&self) -> bool {
         matches!(self.phase, Phase::Worth(_))
     }

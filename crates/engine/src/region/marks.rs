@@ -38,7 +38,7 @@ impl Marks {
         self.spans.iter().any(|mark| (mark.first, mark.pages) == (first, pages))
     }
 
-    /// All pages found in the spans.
+    /// The resident pages and duplicates found in the spans.
     pub fn counts(&self) -> Counts {
         self.spans.iter().map(Candidate::counts).sum()
     }

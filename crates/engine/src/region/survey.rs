@@ -38,7 +38,7 @@ pub struct Survey {
     next_probe: usize,
     revisited: u64,
     changed: u64,
-    /// Recent samples after we first read the region whole, and unmerged duplicates among them.
+    /// Recent samples since we read the region whole, and how many of them were new duplicates.
     resampled: u64,
     renewed: u64,
 }
@@ -60,7 +60,6 @@ struct Probe {
 }
 
 impl Survey {
-    /// A survey without samples.
     pub fn new(view: &RegionView, seed: u64) -> Self {
         Self {
             tally: Tally::default(),
@@ -118,7 +117,6 @@ impl Survey {
         self.order.len().saturating_sub(self.next)
     }
 
-    /// Adopts another run's samples.
     pub fn adopt(&mut self, tally: Tally, visited: u64) {
         self.tally = tally;
         self.visited = visited;

@@ -147,7 +147,7 @@ impl RegionTable {
         self.regions[index(slot)].take()
     }
 
-    /// Whether so many retired slots wait for a sweep of the index that it's worth one.
+    /// Whether enough slots wait to be freed that sweeping the index is worth it.
     pub fn wants_sweep(&self) -> bool {
         self.retired.len() > 64 + self.by_block.len() / 4
     }
@@ -181,7 +181,7 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
     })
 }
 
-/// The part of a mapping's pages in a block of it.
+/// How many of a mapping's `total` pages are in a block of it, if they're spread evenly.
 fn part_of(total: Pages, block: Pages, mapping: Pages) -> Pages {
     let part = u128::from(total.0) * u128::from(block.0) / u128::from(mapping.0);
     Pages(u64::try_from(part).unwrap_or(0))

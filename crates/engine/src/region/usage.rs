@@ -12,7 +12,7 @@ const BUSY_MOST_NS: u64 = 600_000_000_000;
 
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
-    /// How long its merged pages last.
+    /// How long the region's merged pages last.
     pub cow_breaks: CowBreaks,
     /// Whether we know which pages are active. Later reads show nothing, because our reading makes a page active.
     pub activity_known: bool,

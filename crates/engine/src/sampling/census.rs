@@ -139,7 +139,6 @@ fn as_bytes<S: Serializer>(pages: &f64, serializer: S) -> Result<S::Ok, S::Error
 pub struct Findings {
     /// The figures of each cell, in order.
     pub cells: Vec<Figures>,
-    /// The sum of all cells.
     pub total: Figures,
     /// The error of the total `savable_gross`, pages (95 % confidence). Zero if we've read everything.
     pub error: f64,
@@ -153,7 +152,6 @@ impl Findings {
 }
 
 impl Census {
-    /// A census of these cells, before any pages are read.
     pub fn new(cells: Vec<Cell>) -> Self {
         Self { cells, pages: Vec::new(), sorted: 0, merged: Vec::new() }
     }

@@ -125,8 +125,8 @@ impl Ladder {
         }
     }
 
-    /// Pages to sample on the bottom level in one round. Its share covers the whole round and isn't divided among the
-    /// levels, because the levels above are usually empty.
+    /// Pages to sample on the bottom level in one round. The level's share covers the whole round and isn't divided
+    /// among the levels, because the levels above are usually empty.
     fn bottom_points(&self, pace: Pace, config: &Config) -> u64 {
         // Absent pages cost less, but the next pages may be present, so we assume at least half of the usual cost.
         let page_ns = self.bottom_ns.unwrap_or(self.sample_ns).max(self.sample_ns / 2);
@@ -185,7 +185,7 @@ impl Ladder {
         // Sampling shouldn't wait until we've read gigabytes whole.
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
-            // We sample new regions at once. Promoted regions have their level's share.
+            // We sample new regions at once, and promoted regions within their level's share.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
             let taken = sample(table, level, points, allowance, config, &mut reading.runs);
             left = left.saturating_sub(taken);
@@ -202,7 +202,7 @@ impl Ladder {
     }
 
     /// Samples about `pages` pages of the bottom level, spread over its regions as one linear space. Regions where
-    /// duplicates keep appearing get more room in it.
+    /// duplicates keep appearing get more room in that space.
     fn sample_bottom(
         &self,
         table: &mut RegionTable,
@@ -343,7 +343,7 @@ fn has_evidence(region: &Region, config: &Config) -> bool {
     region.life.is_surveyed() && !wants_more(region, config)
 }
 
-/// Goes on reading, page by page, the regions that have reached the top level of the ladder.
+/// Goes on reading the regions that have reached the top level of the ladder, in order.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
     let mut slots: Vec<(bool, u32)> = Vec::new();
     for (slot, region) in table.numbered_mut() {
@@ -456,8 +456,8 @@ fn is_watched(region: &Region, config: &Config) -> bool {
     region.hold.may_sample() && !region.age.is_young() && region.life.level() == 1 && known
 }
 
-/// The room a region takes up in the bottom level's linear space, pages. With ksmd, which finds new duplicates in
-/// marked memory by itself, that's its own length.
+/// The room a region takes up in the bottom level's linear space, pages. With ksmd that's the region's length, because
+/// ksmd finds new duplicates in marked memory by itself.
 fn room_taken(region: &Region, config: &Config) -> u64 {
     let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight

@@ -39,12 +39,12 @@ impl Planner for Pairs {
         if region.usage.merged_before { region.resident() } else { region.usage.merged.len() }
     }
 
-    /// All duplicates that we read.
+    /// All duplicates that we found in the region.
     fn may_return(&self, region: &Region) -> Pages {
         if region.life.is_judged() { region.counts().duplicate } else { Pages(0) }
     }
 
-    /// We only find pairs by reading.
+    /// We read the region again, because we only find pairs by reading.
     fn judge_again(&self, region: &mut Region, now_ns: u64, top: usize) {
         if region.hold.may_examine(now_ns) {
             region.hold.full = None;
@@ -62,8 +62,8 @@ impl Engine {
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
         let may_be_lone = !self.snapshot.shows_lone && self.room.headroom.is_limited(region.view.owner);
         if sample.lone {
-            // The frame may be charged to another cgroup. If so, the program's copy will be charged to its own cgroup
-            // on top.
+            // The frame may be charged to another cgroup. Then the program's own cgroup needs room for its copy, so the
+            // page still counts as merged.
             region.usage.merged.insert(sample.page);
         } else if !may_be_lone {
             region.usage.record_unmerged(sample.page);

@@ -78,7 +78,7 @@ impl Mixture {
         mixture
     }
 
-    /// The most likely shares, from a flat start.
+    /// The most likely share of each multiplicity. We start from equal shares.
     pub fn fit(&self, histogram: &Histogram) -> Vec<f64> {
         const ROUNDS: usize = 120;
         let flat = vec![1.0 / self.multiplicity.len() as f64; self.multiplicity.len()];

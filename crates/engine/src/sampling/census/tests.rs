@@ -199,8 +199,8 @@ fn the_stated_error_holds() {
 #[test]
 #[ignore = "minutes: the full table of coverage"]
 fn the_stated_error_holds_for_many_seeds() {
-    // If exactly 95 % of runs are within the stated error, fewer than this many of 200 are within in one row of one
-    // table in 140 (a table has 36 rows).
+    // A row of the table has 200 runs. If exactly 95 % of runs are within the stated error, a row with fewer than this
+    // many is so rare that only one table in 140 has one (a table has 36 rows).
     const SIGNIFICANT: usize = 178;
     let mut bad = Vec::new();
     let mut in_all: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
