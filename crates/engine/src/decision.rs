@@ -51,7 +51,8 @@ pub enum Reason {
     Refused,
     /// We leave the region's process alone.
     ProcessLeftAlone,
-    /// The program soon writes its merged pages, so merges don't pay. This share of the region's pages rests.
+    /// The program soon writes its merged pages, so merges don't pay. We leave this share of the region's pages alone
+    /// for a time.
     CowBroken(Permyriad),
     /// Too many of its pages change between two visits for merges to last.
     Volatile,

@@ -2,16 +2,17 @@
 //!
 //! A merged page stays charged to one cgroup: the one whose copy was kept. When that cgroup's programs then write to
 //! their pages, their new copies come on top of the kept ones that other cgroups still map. So the kernel may kill a
-//! program that would have lived without us. With ksmd nobody chooses which copy is kept, and a charge stays as long as
-//! anybody maps the page. So we count every page that may be merged as if its copy were kept and never came free:
+//! program that it wouldn't have killed without merging. With ksmd nobody chooses which copy is kept, and a charge
+//! stays as long as anybody maps the page. So we count every page that may be merged as if its copy were kept and never
+//! came free:
 //!
 //! ```text
 //! in use + pages that may be merged <= limit - reserve
 //! ```
 //!
 //! The kernel keeps this true even if we don't watch: a write to a merged page moves one page from the second term to
-//! the first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a growing
-//! program or a lowered limit changes that, and [`crate::relief`] is for those cases.
+//! the first, and nothing is merged while ksmd rests. So pagefold may safely be stopped or killed after merging. Only a
+//! growing program or a lowered limit changes that, and [`crate::relief`] is for those cases.
 //!
 //! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
 //! scope, copies of merged pages are charged where the pages were charged before, so the cgroup never uses more than it

@@ -2,7 +2,7 @@
 //!
 //! We keep verdicts on families and on regions of living processes, in counts of pages. We keep neither digests nor
 //! anything else that would let somebody guess contents. So the next run knows no contents at first. It reads a
-//! region's contents again when a newcomer of its family or another trust domain appears, or when its samples differ.
+//! region's contents again when a new region of the same family appears, or when the region's samples differ.
 //!
 //! All of it is a hint and marks nothing by itself: a run only marks a region after reading it whole, and rights,
 //! exclusions and trust domains come from the host alone. Whatever a saved file says, all it can do is cost time.
@@ -68,9 +68,9 @@ pub struct LearnedRegion {
     pub sampled: u64,
     /// The region's marks: first page, length, resident pages, duplicates.
     pub marks: Vec<(Vpn, Pages, Pages, Pages)>,
-    /// Why we leave it alone, if we do.
+    /// Why we leave the region alone, if we do.
     pub hold: Option<LeaveAlone>,
-    /// How long we won't examine it, nanoseconds.
+    /// How much longer we won't examine the region, nanoseconds.
     pub hold_ns: u64,
     /// The last pause between two examinations, nanoseconds.
     pub pause_ns: u64,
@@ -87,8 +87,9 @@ impl Learned {
     }
 }
 
-/// The verdict on a region, if we have one that lasts. There's none while a part of the region rests. While ksmd is
-/// `busy`, we don't count any pages as visited, because marked pages may not be merged yet.
+/// The verdict on a region, if we have one that lasts. There's none while we leave a part of the region alone because
+/// merges don't pay there. While ksmd is `busy`, we don't count any pages as visited, because marked pages may not be
+/// merged yet.
 pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,

@@ -454,7 +454,8 @@ mod tests {
         for merged in [[0, 900, 10], [5, 60, 700]] {
             fixture.scheduler.request(Pages(1000));
             assert_eq!((fixture.order(true), fixture.scheduler.merged()), (ScanOrder::KICK, Pages(0)));
-            // Pages marked during a scan get two more: the last one merges few of the pages marked before.
+            // Pages marked during a scan get two more scans. The last of the three merges few of the pages marked
+            // before.
             fixture.scheduler.request(Pages(10));
             for pages in merged {
                 fixture.finish_scan(pages);

@@ -28,7 +28,7 @@ pub const fn whole(number: f64) -> u64 {
     number as u64
 }
 
-/// `one - other`, each capped at 2^63 - 1.
+/// `one - other`. We cap each of the two at 2^63 - 1.
 pub fn difference(one: u64, other: u64) -> i64 {
     let one = i64::try_from(one).unwrap_or(i64::MAX);
     one - i64::try_from(other).unwrap_or(i64::MAX)

@@ -1,4 +1,4 @@
-//! Decides what happens to each region next. Everything that people see about it comes from here.
+//! Decides what happens to each region next. All that we tell people about a region comes from here.
 //!
 //! The checks follow the order of the cycle: regions we must not touch, regions on hold for a time, regions we're
 //! reading, regions we've read whole, and regions we sample.
@@ -70,7 +70,7 @@ impl Engine {
         Kind::Unknown
     }
 
-    /// Whether most of a region rests.
+    /// Whether most of a region's pages rest because merges there don't pay.
     fn is_resting(&self, region: &Region) -> bool {
         self.config.filters_cow_breaks() && region.resting() >= self.config.cow_threshold
     }

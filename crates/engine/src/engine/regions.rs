@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// A family with new regions.
 struct NewFamily {
     owner: OwnerKey,
-    /// The age of its oldest region in another process, nanoseconds.
+    /// The age of the family's oldest region in another process, nanoseconds.
     oldest_ns: Option<u64>,
 }
 
@@ -86,8 +86,8 @@ impl Engine {
         }
     }
 
-    /// The index may know some contents only from pages of regions that have ended. For each such region we read one of
-    /// its partners (a region with common pages) whole again, so that newcomers find these contents.
+    /// The index may know some contents only from pages of regions that have ended. For each region that has ended, we
+    /// read one of its partners (regions with common pages) whole again, so that new regions find these contents.
     fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
         for region in self.table.iter_mut().filter(|region| region.life.is_judged()) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {

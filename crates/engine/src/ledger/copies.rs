@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(at(24, 1_031), (31, 30));
         assert_eq!(at(25, 1_040), (40, 30));
         assert_eq!(at(28, 1_060), (60, 50));
-        // A count that couldn't be read changes nothing, and a gap between two counts can be as long as it likes.
+        // A count that couldn't be read changes nothing, and gaps between counts may be long.
         assert_eq!(at(30, 0), (60, 50));
         assert_eq!(at(30, 1_060), (60, 50));
         assert_eq!(at(1 << 20, 1_061), (61, 50));

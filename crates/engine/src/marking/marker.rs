@@ -238,9 +238,9 @@ impl Marker {
         }
     }
 
-    /// Lets extents rest where merges don't pay because the program soon writes the pages again, and queues their marks
-    /// for unmarking. Extents that have rested may be marked again. We skip a region while earlier spans of it wait for
-    /// unmarking.
+    /// Finds extents where merges don't pay because the program soon writes the pages again. We queue their marks for
+    /// unmarking, and let the extents rest: we leave them alone for a time, and may mark them again after that. We skip
+    /// a region while earlier spans of it wait for unmarking.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, top: usize, pace: Pace, config: &Config) {
         if !config.filters_cow_breaks() {
             return;

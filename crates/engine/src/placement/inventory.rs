@@ -40,7 +40,7 @@ pub(super) type SharerSet = BTreeMap<PageCopy, u32>;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub node: NodeKey,
-    /// The number of its [`SharerSet`].
+    /// The number of the frame's [`SharerSet`].
     pub sharers: u32,
     /// The process where we first found the frame.
     pub first: OwnerKey,
@@ -51,7 +51,7 @@ pub(super) struct Frame {
     pub page: Vpn,
 }
 
-/// A process's group.
+/// The group of processes that a process counts with.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     first: OwnerKey,

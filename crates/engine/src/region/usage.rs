@@ -6,7 +6,7 @@ use crate::marking::cow_breaks::CowBreaks;
 use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
 
-/// How long we don't name pages that were in use, nanoseconds: at first, and at most.
+/// How long we don't name a page after it was in use, nanoseconds: the first time, and at most.
 const BUSY_NS: u64 = 10_000_000_000;
 const BUSY_MOST_NS: u64 = 600_000_000_000;
 

@@ -429,7 +429,7 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
         && region.hold.may_sample()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
-        // Pages can be present without counting as samples, such as pages shared through fork.
+        // Some pages never count as samples, such as pages shared through fork. So we bound visits, too.
         && region.survey.visited() < wanted * VISITS_PER_SAMPLE
 }
 
