@@ -50,7 +50,8 @@ struct LimitRoom {
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
-    /// The oldest time at which we read a limit on pages that may be merged, nanoseconds. `None`: no such limits.
+    /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
+    /// no such limits.
     read_ns: Option<u64>,
     lends: bool,
 }
@@ -128,7 +129,8 @@ impl Headroom {
         self.of_owner.contains_key(&owner)
     }
 
-    /// The oldest time at which we read a limit on pages that may be merged, nanoseconds. `None`: no such limits.
+    /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
+    /// no such limits.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns
     }

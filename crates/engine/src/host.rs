@@ -358,7 +358,7 @@ pub enum PageState {
 }
 
 impl PageState {
-    /// Whether we read the contents of such a page, given whether we read pages shared through fork.
+    /// Whether we read pages in this state. `forked`: whether we read pages shared through fork.
     pub fn is_read(self, forked: bool) -> bool {
         matches!(self, Self::Private | Self::Merged) || forked && self == Self::Shared
     }

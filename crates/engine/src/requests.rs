@@ -130,7 +130,7 @@ impl Requests {
         std::mem::take(&mut self.pairs)
     }
 
-    /// Names a pair, and these pages of relatives with it. False if the page to keep can't have that many sharers.
+    /// Names a pair, together with these pages of relatives. False if the page to keep can't have that many sharers.
     pub fn name(&mut self, pair: Pair, relatives: &[IndexedPage]) -> bool {
         if pair.keep.is_some_and(|keep| !self.add_sharers(keep, relatives.len())) {
             return false;

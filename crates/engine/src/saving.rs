@@ -273,8 +273,8 @@ impl Relatives {
     }
 }
 
-/// Notes where relatives still map a frame that they share: their pages are shared, or they aren't marked there and have
-/// no frame of their own.
+/// Notes which frames some relatives still share through fork: a relative's page is `Shared`, or the relative isn't
+/// marked there and has no frame of its own.
 fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>) {
     let mut shared: FxHashSet<(LineageKey, Vpn)> = FxHashSet::default();
     let mut last = None;

@@ -222,7 +222,7 @@ impl Engine {
         keys
     }
 
-    /// Plans which merged pages to look up: to learn their memory nodes or, if none are due for that, to find the ones
+    /// Plans which merged pages to look up, to learn their memory nodes. If none are due for that, we look for pages
     /// that are charged to a cgroup short of headroom.
     fn plan_inspection(&mut self, plan: &mut SamplePlan) {
         let is_merging = self.ksmd.scheduler.is_busy();

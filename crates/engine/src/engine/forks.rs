@@ -120,7 +120,8 @@ impl Engine {
         }
     }
 
-    /// Whether a private page may have been shared through fork until ksmd gave a relative the merged frame instead.
+    /// Whether a private page may just be left over: it was shared through fork until ksmd gave the relatives a merged
+    /// frame instead.
     fn may_be_left(&self, region: &Region, page: Vpn) -> bool {
         let Some(family) = self.families.0.get(&place(region)) else { return false };
         for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
@@ -147,8 +148,8 @@ impl Engine {
         }
     }
 
-    /// Names the pages of this cycle's pairs in all relatives, too. A pair waits until all their mappings are marked, and
-    /// is dropped if one of them may not be merged now.
+    /// Names the pages of this cycle's pairs in all relatives, too. A pair waits until all relatives' mappings are
+    /// marked. We drop it if one of these pages may not be merged now.
     pub(super) fn name_relatives(&mut self) {
         let mut marking = FxHashSet::default();
         for pair in self.requests.take_pairs() {

@@ -147,8 +147,8 @@ impl Engine {
             tally.copies += match seen {
                 Occurrences::None => 0,
                 Occurrences::One(_) => 1,
-                // Each earlier page has gained a copy, too. We can't credit all of them, so this page counts for them
-                // as well.
+                // Each earlier page has gained a copy, too. The index doesn't point to all of them, so we count their
+                // new copies here.
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }

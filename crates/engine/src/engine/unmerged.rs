@@ -18,7 +18,7 @@ use rustc_hash::FxHashMap;
 
 /// We only judge once ksmd has rested for this long, nanoseconds. So the count is later than ksmd's last merges.
 const RESTED_NS: u64 = 1_000_000_000;
-/// We only judge a region if the pages that a count looks up include at least this many duplicates.
+/// We only judge a region if a count looks up at least this many of its duplicates.
 const EXPECTED_MIN: u64 = 256;
 /// A region counts as merging if at least one in this many of its duplicates has merged.
 const MERGED_PART: u64 = 8;

@@ -200,8 +200,8 @@ impl CowBreaks {
         Some(page)
     }
 
-    /// Runs of extents that were written since the last call and don't pay: breaks there cost more than the saving is
-    /// worth, at `price_ns` an hour for each saved page. `whole`: judge these extents as one.
+    /// Runs of extents that were written since the last call and where merges don't pay: breaks cost more than the
+    /// saving is worth, at `price_ns` an hour for each saved page. `whole`: judge these extents as one.
     pub fn losses(&mut self, now_ns: u64, price_ns: u64, whole: Option<Range<u64>>) -> Vec<(Range<u64>, BreakTally)> {
         if now_ns >= self.forgot_ns + MEMORY_NS {
             self.forgot_ns = now_ns;

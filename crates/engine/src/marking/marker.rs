@@ -196,9 +196,9 @@ impl Marker {
     }
 
     /// Lowers the density at which we mark extents to one that pays, if something has changed since the last time.
-    /// Recently judged regions wait: the copies that they lack may be in memory too young to read, and pages only merge
-    /// once both are marked. The sparsest extents come last, all together, once ksmd has been idle so long that their
-    /// cost is small in comparison.
+    /// Recently judged regions wait: copies of their pages may be in memory that's too young to read, and pages only
+    /// merge once both are marked. The sparsest extents come last, all together, once ksmd has been idle so long that
+    /// their cost is small in comparison.
     fn thin_out(
         &mut self,
         table: &mut RegionTable,
@@ -271,8 +271,8 @@ impl Marker {
         }
     }
 
-    /// Queues the marks of some extents for unmarking. Returns whether they may rest: not if that would leave their
-    /// process with more than `most` marked parts of mappings (it has `parts` now).
+    /// Queues the marks of some extents for unmarking. Returns whether the extents may rest. They may not if their
+    /// process would then have more than `most` marked parts of mappings. It has `parts` now.
     fn unmark_extents(
         &mut self,
         region: &mut Region,
@@ -437,8 +437,8 @@ impl Marker {
         now_ns >= self.urgent.next_ns && self.urgent.changes.iter().any(|change| change.why == Why::Charge)
     }
 
-    /// The span to unmark now. We take one at a time, because unmarking copies its merged pages, and we take all of it,
-    /// because unmarking a part would split its mapping.
+    /// The span to unmark now. We take one span at a time, because unmarking copies the merged pages in it. But we take
+    /// all of that span, because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         let urgent = self.urgent.next(table, now_ns, allowance);
         urgent.or_else(|| self.broken.next(table, now_ns, allowance))

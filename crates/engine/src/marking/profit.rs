@@ -15,7 +15,7 @@ pub const OLD_PAGE_NS: u64 = 700;
 const BREAK_NS: f64 = 2_500.0;
 const ZERO_BREAK_NS: f64 = 2_000.0;
 /// A page that stays saved for this long is worth the governor's price, nanoseconds. At the highest price, a merge pays
-/// if the page lasts for 45 s until it's written; at the lowest, six minutes.
+/// if the page lasts for at least 45 s until it's written; at the lowest, six minutes.
 const WORTH_NS: f64 = 3_600e9;
 /// A page merges at the second visit.
 const VISITS: u64 = 2;

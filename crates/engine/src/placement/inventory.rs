@@ -115,8 +115,8 @@ impl Inventory {
         entry.last = last;
     }
 
-    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now. A set
-    /// counts at most `most` sharers like `copy`.
+    /// The number of the set that we get from the set `before` by adding the sharer `copy` or, if we've found that
+    /// sharer `again`, by noting that its copy is active. A set counts at most `most` sharers like `copy`.
     fn extend(&mut self, before: u32, copy: PageCopy, again: bool, most: u32) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());

@@ -78,7 +78,7 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
     weights.into_iter().map(|(node, weight)| (node, weight / sum)).collect()
 }
 
-/// The rounding errors for each set of shares, which the next pages with the same shares make up for.
+/// The rounding errors for each set of shares. The next pages with the same shares make up for them.
 #[derive(Clone, Debug, Default)]
 pub struct Carry(BTreeMap<Vec<(NodeKey, u64)>, Vec<f64>>);
 

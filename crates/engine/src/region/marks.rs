@@ -78,7 +78,7 @@ impl MarkedSamples {
         *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
     }
 
-    /// The share of pages that certainly became worth merging since ksmd last visited, 0 to 1.
+    /// The share of pages that became worth merging since ksmd last visited, 0 to 1: a careful estimate.
     pub fn worth(&mut self) -> f64 {
         if self.sampled < SAMPLES_MIN {
             return 0.0;

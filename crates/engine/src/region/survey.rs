@@ -205,8 +205,8 @@ impl Survey {
     }
 
     /// Estimates the duplicate ratio of a region with `resident` pages from its samples, after we sampled
-    /// `scope_fraction` of the whole scope. We assume that we've sampled its copies as densely as the region itself, or
-    /// as the whole scope if that's less.
+    /// `scope_fraction` of the whole scope. We assume that we've sampled the copies of its pages as densely as the
+    /// region itself, or as the whole scope if that's less.
     pub fn estimate(&self, resident: Pages, scope_fraction: f64) -> Estimate {
         let own = self.tally.sampled as f64 / resident.0.max(1) as f64;
         self.tally.estimate(own.min(scope_fraction).max(1e-6))

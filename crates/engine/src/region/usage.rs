@@ -24,7 +24,8 @@ pub struct Usage {
     pub merged: PageSet,
     /// Whether we've named one of its pages on request, so that the kernel has marked it.
     pub named: bool,
-    /// Whether an earlier run may have merged more of its pages on request: we haven't read the region whole since.
+    /// Whether an earlier run may have merged more of the region's pages on request. We know once we've read the region
+    /// whole.
     pub merged_before: bool,
     /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,

@@ -95,9 +95,9 @@ fn chance(fraction: f64, copies: f64) -> f64 {
     1.0 - (1.0 - fraction).powf(copies)
 }
 
-/// How many samples a region of `pages` pages needs until it shows about `evidence` copies, if the share `ratio` of it
-/// is duplicate and we sample its copies as densely: with `n` of `R` pages sampled on each side, we see
-/// `n * n / R * ratio` copies.
+/// How many samples a region of `pages` pages needs until we see about `evidence` copies. We assume that the share
+/// `ratio` of its pages have a copy, and that we sample the copies as densely: from `n` of `R` pages on each side, we
+/// see `n * n / R * ratio` copies.
 pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
     whole((evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil()).min(pages)
 }

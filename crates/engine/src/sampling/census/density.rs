@@ -45,7 +45,7 @@ impl Census {
 
     /// How many duplicates each duplicate that we saw stands for, by cell.
     fn corrections(&self, findings: &Findings) -> Vec<f64> {
-        // The pages read, and the saving from their contents as we saw them, without zeros.
+        // For each cell, the pages read, and the saving that we see in them without any estimate. Zeros don't count.
         let mut read = vec![0.0; self.cells.len()];
         let mut saved = vec![0.0; self.cells.len()];
         self.each_content(|pages, frames| {

@@ -115,7 +115,8 @@ impl Mixture {
         start
     }
 
-    /// The shares in a part of the memory. The fewer units it has, the closer they are to `prior`.
+    /// The share of each multiplicity in a part of the memory. The fewer units the part has, the closer the shares are
+    /// to `prior`.
     pub fn refine(&self, histogram: &Histogram, prior: &[f64]) -> Vec<f64> {
         const PRIOR_UNITS: f64 = 50.0;
         let mut shares = prior.to_vec();
