@@ -16,13 +16,13 @@ const CGROUPS_MOST: usize = 16_384;
 /// The frames charged to one cgroup and its descendants.
 #[derive(Debug)]
 pub struct Charges {
-    /// Has one word per frame, like kpageflags.
+    /// The reader of kpageflags fits: kpagecgroup has one word per frame, too.
     words: KpageFlags,
     cgroups: HashSet<u64>,
 }
 
 impl Charges {
-    /// Opens the charges of the cgroup with this directory.
+    /// Opens kpagecgroup to look up frames charged to the cgroup with this directory, or to one below.
     pub fn of(dir: &Path) -> io::Result<Self> {
         Self::at(Path::new("/proc/kpagecgroup"), dir)
     }

@@ -2,7 +2,7 @@
 //!
 //! Merging one page of a huge page splits the huge page, and unmerging leaves small pages.
 //! `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies the small pages into a huge page while the process keeps
-//! running. Whatever khugepaged's limits are, the kernel would also fill holes and copy fork-shared pages
+//! running. The call ignores khugepaged's limits: it would also fill holes and copy fork-shared pages
 //! (`madvise_collapse`, mm/khugepaged.c), which takes memory. So we only collapse extents whose pages are all present
 //! and mapped once. If the process changes some of them between our check and the call, the huge page takes up to 2 MiB
 //! more, as it could with khugepaged.
@@ -20,11 +20,11 @@ const MADV_COLLAPSE: i32 = 25;
 const PAGES: usize = 512;
 const _: () = assert!(PAGES as u64 == EXTENT_PAGES);
 const BYTES: usize = PAGES * PAGE_SIZE;
-/// Free memory that we require below the memory limits: the new huge page while the old pages still exist, and a margin
-/// for other programs.
+/// We only collapse an extent if the process's memory limits leave this much: the new huge page exists beside the old
+/// pages for a while, and other programs need a margin.
 const ROOM: Bytes = Bytes(36 << 20);
 
-/// Whether huge pages are enabled at all. MADV_COLLAPSE would make them in any case.
+/// Whether huge pages are enabled at all. MADV_COLLAPSE itself doesn't ask.
 pub fn is_wanted() -> bool {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     matches!(chosen(&mode), Some(mode) if mode != "never")
@@ -38,8 +38,8 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     (0..whole).map(move |number| Vpn::of_address(first + number * bytes))
 }
 
-/// Collapses extents of a process within its memory limits, and returns how many. For other processes this needs
-/// CAP_SYS_NICE.
+/// Collapses extents of a process within its memory limits. Returns how many it collapsed. For other processes this
+/// needs CAP_SYS_NICE.
 ///
 /// # Errors
 /// We can't read the process. Extents that the kernel refuses to collapse stay as they are.
@@ -59,8 +59,8 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
             iov_len: BYTES,
         };
         let pidfd = process.pidfd()?.as_raw_fd();
-        // SAFETY: the kernel reads one iovec, which outlives the call. Its address is in the other process, where no
-        // byte changes.
+        // SAFETY: the kernel reads one iovec, which outlives the call. The iovec's address is in the other process,
+        // where no byte changes.
         let advised =
             unsafe { libc::syscall(libc::SYS_process_madvise, pidfd, &raw const range, 1_usize, MADV_COLLAPSE, 0_u32) };
         done += u64::from(usize::try_from(advised) == Ok(range.iov_len));
@@ -72,8 +72,8 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
 mod tests {
     use super::*;
 
-    /// Aligned extents of this process's memory. We don't advise huge pages, so where khugepaged waits for advice it
-    /// leaves them alone.
+    /// Aligned extents of this process's memory. We don't advise huge pages, so khugepaged leaves them alone if it
+    /// waits for advice (`madvise`).
     struct Memory {
         at: *mut u8,
         extents: usize,
@@ -93,7 +93,7 @@ mod tests {
         }
 
         fn bytes(&mut self) -> &mut [u8] {
-            // SAFETY: all of it is mapped, and nothing else refers to it.
+            // SAFETY: the whole range is mapped, and nothing else refers to it.
             unsafe { std::slice::from_raw_parts_mut(self.at, self.extents * BYTES) }
         }
 

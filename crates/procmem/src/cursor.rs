@@ -57,7 +57,7 @@ impl ReadCursor {
         Ok(true)
     }
 
-    /// Searches the next part of a range. Returns whether there is one.
+    /// Searches the next window for runs to read. Returns false if no range is left to search.
     fn find_runs(
         &mut self,
         reader: &mut PageReader,

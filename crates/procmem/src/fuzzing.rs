@@ -1,4 +1,4 @@
-//! Private parsers, exposed only for `pagefold-fuzz`, which states their properties.
+//! Private parsers, exposed only for `pagefold-fuzz`, which tests them.
 
 use crate::ksm_stat::KsmStat;
 use crate::os::fields;
@@ -34,7 +34,7 @@ pub fn ksm_stat(text: &[u8]) -> (bool, u64) {
     (stat.merge_any, stat.zero_kib)
 }
 
-/// The number of elements of a list, and whether it overlaps itself.
+/// The number of elements of a list, and whether the list meets itself, as any but an empty one does.
 pub fn list(text: &str) -> (usize, bool) {
     let list = NumberList::parse(text).unwrap_or_default();
     (list.iter().count(), list.meets(&list))

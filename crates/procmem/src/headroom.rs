@@ -103,7 +103,7 @@ pub struct Limit {
     pub left: Bytes,
 }
 
-/// The number in a file; `None` without such a file, and for "max", which means no limit.
+/// The number in a file; `None` if the file doesn't exist, or says "max" (no limit).
 fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
     match text_of(path)?.trim() {
         "" | "max" => Ok(None),
@@ -111,7 +111,7 @@ fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// The limit of a cgroup that leaves the least; `None` if it has no limit.
+/// The tightest limit of a cgroup; `None` if it has no limit.
 pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     let mut limits = Vec::new();
     for (limit, usage) in LIMITS {
@@ -123,7 +123,7 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     if limits.is_empty() {
         return Ok(None);
     }
-    // We read this file only if there is a limit: it costs the kernel more than all the others together.
+    // We read this file only if there is a limit: it costs the kernel more than all the other files together.
     let stat = text_of(&dir.join("memory.stat"))?;
     let cache = reclaimable(stat.as_bytes());
     let limits = limits.into_iter().map(|(limit, usage)| {
@@ -135,9 +135,9 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
 
 /// The page cache that the kernel reclaims before it kills, in bytes, from the text of `memory.stat`: all inactive page
 /// cache, and the active page cache that no program maps. Programs that read files fill their cgroup with page cache up
-/// to the limit, and lose only time when it goes. We don't count pages that must first be written to disk, tmpfs and
-/// locked pages (which need swap, or stay), or the kernel's caches (slab, which may be pinned). Nor do we count on
-/// swap: anonymous memory is in use.
+/// to the limit, and only lose time when the kernel drops it. We don't count pages that must first be written to disk,
+/// tmpfs pages (they need swap), locked pages (they stay), or the kernel's caches (slab, which may be pinned). Nor do
+/// we count on swap: anonymous memory is in use.
 fn reclaimable(stat: &[u8]) -> u64 {
     let dirty = of_either(stat, "total_dirty", "file_dirty");
     let unwritten = dirty.saturating_add(of_either(stat, "total_writeback", "file_writeback"));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel
 /// chooses at random at each exec. A forked child has the same value as its parent until either calls exec.
 pub fn image_of(process: &Process) -> Result<u64, ReadError> {
-    // One read is enough: every kernel has some 20 pairs of words.
+    // One read is enough: on every kernel the vector has some 20 pairs of words.
     let mut auxv = [0; 2048];
     let length = process
         .open_file("auxv")?
@@ -24,9 +24,9 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     Ok(hash.finish())
 }
 
-/// Whether the process of a thread is running a 32-bit program, by the size of the words in its auxiliary vector. The
-/// first word is a small number: if words have 64 bits, its upper half is zero, otherwise the word's value follows
-/// there. We don't ask the executable, whose file system may not answer.
+/// Whether a process or thread runs a 32-bit program, by the size of the words in its auxiliary vector, which we read
+/// from the file `auxv` below `/proc/PID`. The first word is a small number. So bytes 4 to 7 are zero if words have 64
+/// bits; else they're the second word, which isn't zero. We don't ask the executable, whose file system may not answer.
 pub fn is_32_bit(process: &Process, auxv: &str) -> bool {
     let auxv = process.read_file(auxv).unwrap_or_default();
     auxv.get(4..8).is_some_and(|high| high != [0; 4])
@@ -64,8 +64,8 @@ impl AddressSpace {
     }
 
     /// Whether any process still uses the address space. After an exec nobody does, unless it was shared (vfork). Takes
-    /// no lock: we read at an odd position, which the kernel refuses before it takes a lock, but only if the address
-    /// space exists (fs/proc/task_mmu.c).
+    /// no lock: we read at an odd position. If the address space is gone, the kernel returns nothing; otherwise it
+    /// refuses the position before it takes a lock (`pagemap_read`, fs/proc/task_mmu.c).
     pub fn exists(&self) -> bool {
         !matches!(self.0.read_at(&mut [0; 1], 1), Ok(0))
     }

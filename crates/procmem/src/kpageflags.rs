@@ -77,7 +77,7 @@ impl KpageFlags {
         Self::open_at(Path::new("/proc/kpageflags"))
     }
 
-    /// Opens another file of one word a frame.
+    /// Opens another file that has one word per frame, like kpagecount.
     pub fn open_at(path: &Path) -> io::Result<Self> {
         Ok(Self { file: File::open(path)?, scratch: Vec::new(), order: Vec::new() })
     }

@@ -1,5 +1,5 @@
-//! Reads other processes through procfs: status, mappings, pages and their contents, limits. We leave the processes as
-//! they are: merged and fork-shared pages stay shared, and we trace nobody.
+//! Reads other processes through procfs: status, mappings, pages and their contents, limits. Reading leaves the
+//! processes as they are: merged and fork-shared pages stay shared, and we trace nobody.
 //!
 //! - To read another figure from `/proc/PID`, extend the module of its file. Parsers take bytes.
 //! - [`os`]: the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection.
@@ -38,7 +38,7 @@ pub struct Roots {
     pub proc: PathBuf,
     /// `/sys/fs/cgroup`
     pub cgroup: PathBuf,
-    /// `/`, for the files where owners opt out.
+    /// `/`, below which we look for configuration files that opt out.
     pub files: PathBuf,
 }
 

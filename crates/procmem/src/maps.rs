@@ -46,9 +46,9 @@ impl Vma {
         Pages((self.end - self.start) / PAGE_BYTES)
     }
 
-    /// The mapping without its part below `end`, the end of the mapping listed before it. The kernel prints the list in
-    /// pieces, each starting at some address (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was
-    /// merged with its neighbour between two pieces begins below that address.
+    /// Cuts off the part of the mapping below `end`, where the mapping listed before it ends. The kernel prints the
+    /// list in pieces (`m_start` in fs/proc/task_mmu.c). A mapping that grew downwards, or was merged with its
+    /// neighbour, between two pieces begins inside the part that we've already read.
     fn above(mut self, end: u64) -> Result<Self, &'static str> {
         if self.end <= end {
             return Err("a mapping ends before the one above it");
@@ -60,7 +60,8 @@ impl Vma {
         Ok(self)
     }
 
-    /// Whether this is one of the kernel's own: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
+    /// Whether this is one of the kernel's own mappings: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`,
+    /// `[uprobes]`.
     pub fn is_special(&self) -> bool {
         self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
     }
@@ -135,20 +136,21 @@ pub struct VmaDetail {
     /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
     pub ksm_kib: Option<u64>,
     pub flags: VmFlags,
-    /// Bytes of the mapping before marks split it: of this one and its neighbours that differ only in the mark.
+    /// Size of the mapping before marks split it: the bytes of this one and of its neighbours that differ only in the
+    /// mark.
     pub original_bytes: u64,
     /// At least this much of it is pinned for I/O.
     pub pinned_kib: u64,
 }
 
 impl VmaDetail {
-    /// Whether KSM could merge pages of it, now or once they're written.
+    /// Whether KSM could merge pages of this mapping, now or once they're written.
     fn can_be_merged(&self) -> bool {
         !self.vma.perms.shared
             && (self.vma.inode == 0 || self.anonymous_kib > 0 || self.swap_kib > 0 || self.flags.has(*b"mg"))
     }
 
-    /// Whether nearly all of it is pinned.
+    /// Whether nearly all present memory of this mapping is pinned.
     pub fn is_pinned(&self) -> bool {
         self.pinned_kib * 8 > self.rss_kib * 7
     }
@@ -227,12 +229,12 @@ fn is_hypervisor(exe: &[u8]) -> bool {
         || exe == b"crosvm"
 }
 
-/// We consider at most this many mappings of a process that KSM could merge. Each takes some 250 bytes while we read it,
-/// and as much again for its region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes
-/// each.
+/// Of the mappings that KSM could merge, we consider at most this many per process. Each takes some 250 bytes while we
+/// read it, and as much again for its region. The kernel allows 65,530 mappings by default (`vm.max_map_count`), with
+/// names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
-/// We list this many other mappings (shared memory, and files with no page written) one by one. Search servers map tens
-/// of thousands of files.
+/// We list this many of the other mappings (shared memory, and files with no page written) one by one, and add up the
+/// rest. Search servers map tens of thousands of files.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -242,7 +244,7 @@ const BUFFER_BYTES: usize = 16 << 10;
 pub enum Names {
     /// As printed, up to 8 KiB.
     All,
-    /// Names that tell the kind of memory: no paths of files, except `/dev/zero`.
+    /// Only names that tell the kind of memory: no paths of files, except `/dev/zero`.
     Special,
 }
 
@@ -271,8 +273,8 @@ impl ListError {
     }
 }
 
-/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: we drop the end of a long line. Each
-/// read is a sign of progress (see [`crate::os::abandonable`]).
+/// Calls `each` for every line of `input`, cut to `LINE_BYTES` so that we need little memory. Each read counts as
+/// progress of a job (see [`crate::os::abandonable`]).
 fn each_line(
     mut input: impl Read,
     mut each: impl FnMut(&[u8]) -> Result<ControlFlow<()>, ListError>,
@@ -330,15 +332,15 @@ pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
     Ok(found)
 }
 
-/// How often we read the mappings to find the marked ones.
+/// We read the mappings at most this often to find the marked ones.
 const READS_MOST: u32 = 16;
 
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
 /// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
-/// some 10 ns per present page. We list at most `OTHERS_MOST` of the mappings that KSM can't merge, and count the rest
-/// in the last of them.
+/// some 10 ns per present page. Of the mappings that KSM can't merge we list at most `OTHERS_MOST`, and add the sizes
+/// of the rest to the last of these.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if KSM could merge more than [`MAPPINGS_MOST`].
@@ -351,15 +353,15 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
     read_details(process, Names::All, |_| true)
 }
 
-/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many others there are. `original_bytes` counts only marked
-/// neighbours.
+/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many unmarked ones there are. `original_bytes` counts only
+/// marked neighbours.
 ///
 /// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we
 /// haven't read to the part that we have. So we read a list without marked mappings again until the kernel says that
-/// there are none. From a kernel that doesn't say (before Linux 6.14) we want two such lists.
+/// there are none. Kernels before Linux 6.14 don't say so; there we stop after two such lists.
 ///
 /// # Errors
-/// [`ReadError::Moving`] if there are marked mappings and we found none.
+/// [`ReadError::Moving`] if there are marked mappings but we never found one.
 pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     for read in 1..=READS_MOST {
         let mut found = Details::default();
@@ -375,8 +377,7 @@ pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     Err(ReadError::Moving { pid: process.pid() })
 }
 
-/// Reads up to [`MAPPINGS_MOST`] mappings with merged pages other than zeros, marked or not, however many others there
-/// are.
+/// Reads up to [`MAPPINGS_MOST`] mappings with merged pages other than zeros, marked or not.
 pub fn read_merged(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     let mut found = Details::default();
     match found.read(process.open_file("smaps")?, Names::Special, |detail| detail.ksm_kib.unwrap_or(0) > 0) {
@@ -398,8 +399,8 @@ fn read_details(
     Ok(details)
 }
 
-/// How much of a process is pinned for I/O, KiB, as far as the kernel counts it: VFIO counts it as locked. We don't count
-/// hugetlb pages and pages of drivers, which aren't in `Rss`, and which may be all that's pinned.
+/// How much of a process is pinned for I/O, KiB, as far as the kernel counts it. VFIO's pins count as locked memory. We
+/// subtract hugetlb pages and pages of drivers: they aren't in `Rss`, and may be all that's pinned.
 pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     let mut locked_kib = 0;
     let mut uncounted_kib = 0;
@@ -415,8 +416,8 @@ pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(uncounted_kib)
 }
 
-/// The kernel doesn't say which pages are pinned. But they're present, so the ones that don't fit into all other
-/// mappings are in this one.
+/// The kernel doesn't say which pages are pinned. But they're all present: if more pages are pinned than all other
+/// mappings have present, the excess is in this one.
 fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
     let resident_kib: u64 = details.iter().map(|detail| detail.rss_kib).sum();
     for detail in details {
@@ -439,9 +440,9 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
 struct Details {
     found: Vec<VmaDetail>,
     end: u64,
-    /// Found mappings that KSM could merge.
+    /// How many of `found` KSM could merge.
     mergeable: usize,
-    /// The place of the last other mapping that we list.
+    /// Index of the last mapping in `found` that KSM can't merge.
     last_other: usize,
 }
 
@@ -455,7 +456,8 @@ impl Details {
         if self.mergeable > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
     }
 
-    /// Now that we know all about the last mapping: drops it unless we keep it, or counts it.
+    /// To be called once all lines of the last mapping are read: drops the mapping unless `keep` wants it, or counts
+    /// it.
     fn settle_last(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
         let Some(last) = self.found.pop().filter(keep) else { return };
         if last.can_be_merged() {
@@ -475,7 +477,7 @@ impl Details {
     }
 
     fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
-        // In a mapping's line the dash of its addresses comes first, in a counter's line the colon.
+        // A mapping's line has a dash, in its addresses, before any colon; a counter's line has the colon first.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
             let vma = parse_line(line, names, self.end)?;
             self.end = vma.end;

@@ -57,8 +57,8 @@ pub struct ReadHow {
     pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
-    /// Nothing is marked, so pages that look merged are shared. This matters on kernels whose kpageflags calls every
-    /// anonymous page merged (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
+    /// Nothing is marked, so pages that look merged are fork-shared. This matters on kernels whose kpageflags calls
+    /// every anonymous page merged (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
     pub unmarked: bool,
 }
 
@@ -70,7 +70,8 @@ pub struct PageView<'a> {
     pub huge: bool,
     /// Private and active; false unless [`ReadHow::activity`] is set.
     pub active: bool,
-    /// Private, but merged until nobody else mapped it; false unless [`ReadHow::activity`] is set.
+    /// A merged page that only this process still maps, so that its state is private; false unless
+    /// [`ReadHow::activity`] is set.
     pub lone: bool,
     /// Frame number: pages with equal numbers are the same memory.
     pub frame: Option<u64>,
@@ -266,8 +267,8 @@ impl PageReader {
         Ok(unmerged)
     }
 
-    /// Calls `visit` for every merged page of the runs, with its frame. With `lone`, includes pages that nobody else
-    /// maps any more.
+    /// Calls `visit` for every merged page of the runs, with its frame. With `lone`, includes merged pages that nobody
+    /// else maps any more.
     pub fn merged_frames(
         &mut self,
         process: &Process,
@@ -282,7 +283,7 @@ impl PageReader {
         })
     }
 
-    /// Like [`Self::merged_frames`], and for pages that are shared through fork or map the zero page, too.
+    /// Like [`Self::merged_frames`], but also visits pages that are shared through fork or map the zero page.
     pub fn shared_frames(
         &mut self,
         process: &Process,
@@ -489,8 +490,8 @@ struct FoundFrame {
 }
 
 impl FoundFrame {
-    /// The page with this entry, if it may be merged, shared through fork or map the zero page. With `lone`, also if
-    /// nobody else maps it.
+    /// `None` if the page table entry shows that the page can't be merged, shared through fork or the zero page. We
+    /// include pages that nobody else maps only with `lone`.
     fn of(page: u64, entry: PagemapEntry, lone: bool) -> Option<Self> {
         let exclusive = entry.exclusive();
         if !entry.present() || entry.file_or_shared() || exclusive && !lone {

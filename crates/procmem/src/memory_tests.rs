@@ -55,7 +55,7 @@ impl Memory {
     /// Makes a page permanently unreadable by mapping a page beyond the end of a file over it. A plain munmap would
     /// leave a hole in which another test could map memory.
     fn unmap(&self, page: usize) {
-        // SAFETY: an empty file of memory; the page is inside this mapping, and no test touches it afterwards.
+        // SAFETY: the page is inside this mapping, and no test touches it after an empty memfd is mapped over it.
         unsafe {
             let file = libc::memfd_create(c"nothing".as_ptr(), libc::MFD_CLOEXEC);
             let flags = libc::MAP_SHARED | libc::MAP_FIXED;
@@ -109,7 +109,7 @@ fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
     let written = |page: usize| page % 7 != 3;
     (0..1000).filter(|&page| written(page)).for_each(|page| memory.fill(page));
     let first = memory.first();
-    // Longer than a batch, out of order, overlapping, single pages, empty, with small and large gaps.
+    // Runs longer than a batch, out of order, overlapping, of single pages, empty, with small and large gaps.
     let runs: Vec<(Vpn, u32)> =
         [(0, 700), (990, 10), (5, 1), (7, 1), (3, 0), (100, 16), (130, 16), (110, 40), (0, 1000)]
             .iter()
@@ -158,7 +158,7 @@ fn zero_and_file_pages_are_told_apart() {
     let seen = read_own(&mut blind, (memory.first(), 3), Contents::default(), false);
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::Shared, PageState::Private, PageState::Absent]);
-    // Program code is a page of a file with either option.
+    // Program code counts as a page of a file, whether we look for huge pages or not.
     let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
     for huge in [false, true] {
         let seen = read_own(&mut reader, (code, 1), Contents::All, huge);

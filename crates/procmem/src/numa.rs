@@ -64,7 +64,7 @@ impl Drop for PreferNode {
 const BATCH: usize = 1_024;
 
 /// Moves merged frames for all processes that map them. `moves` names each frame by a page where this process maps it.
-/// Calls `progress` with the number moved so far, and returns how many frames are on their node now. Needs
+/// Calls `progress` with the number moved so far, and returns how many frames are on the wanted node now. Needs
 /// CAP_SYS_NICE, and the process must be allowed memory on the node.
 pub fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], progress: impl Fn(u64)) -> Result<u64, ReadError> {
     const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;

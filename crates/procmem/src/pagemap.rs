@@ -43,8 +43,8 @@ impl PagemapEntry {
     }
 }
 
-/// An open pagemap. It shows the address space that the process had when we opened it: after an exec reads return
-/// nothing, and so we notice the exec.
+/// An open pagemap. It shows the address space that the process had when we opened it. After an exec our reads return
+/// nothing, which is how we notice the exec.
 #[derive(Debug)]
 pub struct Pagemap {
     pid: i32,

@@ -23,7 +23,7 @@ pub enum ReadError {
     /// The process has ended, or is a zombie, which has no memory.
     #[error("process {pid} has ended")]
     Vanished { pid: i32 },
-    /// The process exists and the file doesn't: this kernel doesn't provide it.
+    /// The process exists but the file doesn't: this kernel doesn't provide it.
     #[error("/proc/{pid}/{file} does not exist on this kernel")]
     Absent { pid: i32, file: String },
     #[error("not permitted to read /proc/{pid}/{file}")]
@@ -33,7 +33,7 @@ pub enum ReadError {
     /// The process has more mappings than we consider.
     #[error("process {pid} has more than {most} mappings")]
     TooMany { pid: i32, most: usize },
-    /// The process has marked memory, but it moved each time before we found it.
+    /// The process has marked memory, but moved it each time before we found it.
     #[error("process {pid} moves its marked memory faster than we can find it")]
     Moving { pid: i32 },
     #[error("cannot read /proc/{pid}/{file}: {source}")]
@@ -41,7 +41,7 @@ pub enum ReadError {
 }
 
 impl ReadError {
-    /// Whether the read didn't return in time, or we didn't try it because an earlier read of this process hasn't
+    /// Whether the read didn't return in time, or we didn't even try because an earlier read of this process hasn't
     /// returned.
     pub fn is_late(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
@@ -194,7 +194,8 @@ pub struct Stat {
     pub state: u8,
     pub parent: i32,
     pub kernel_thread: bool,
-    /// PF_FORKNOEXEC is set: it has memory that it inherited from its parent.
+    /// PF_FORKNOEXEC is set: the process hasn't called exec yet, so it has the memory that it inherited from its
+    /// parent.
     pub only_forked: bool,
     /// User plus system time of the process, clock ticks.
     pub cpu_ticks: u64,
@@ -203,7 +204,7 @@ pub struct Stat {
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
     pub nice: i8,
-    /// Threads, including a leader that has ended before them.
+    /// Number of threads, including a thread group leader that has ended before the others.
     pub threads: u32,
 }
 

@@ -1,12 +1,12 @@
-//! Keeps track of processes in which our reads, or our attempts to make a call, don't return, and of the time that
-//! attempts take.
+//! Keeps track of stalled processes, in which a read of ours, or an attempt to make a call, doesn't return. Also limits
+//! the time that such attempts take.
 //!
 //! We can't end a thread that waits for such a process. So each process has one waiting thread at most, and we try the
-//! process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in all and for
-//! the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other processes.
+//! process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in all and
+//! for the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other processes.
 //!
-//! The injector serves one process at a time. So the processes of one user, or of one cgroup, may take one second of its
-//! time at once, and then a sixth of it.
+//! The injector serves one process at a time. So the processes of one user, or of one cgroup, may take one second of
+//! its time at once, and a sixth of its time from then on.
 
 use crate::image::effective_user;
 use crate::os::locked;
@@ -20,24 +20,25 @@ use std::time::{Duration, Instant};
 
 /// We try no process while this many threads are waiting.
 const THREADS_MOST: usize = 64;
-/// The limit for one user, and for one cgroup. Threads that have returned count until we may try their process again.
+/// If this many processes of one user or cgroup are stalled or pausing, we try no others of that user or cgroup.
 const SHARE_MOST: usize = 8;
 /// How many processes we remember. Beyond that we forget the ones whose pause ends first.
 const REMEMBERED: usize = 1024;
-/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long
-/// at most between reads. We forget a stall after ten times its pause. The first one is short: large programs hold
-/// their mmap lock for a long time when they fork.
+/// We leave a process alone for `FIRST_PAUSE` after its first stall, and after each further stall for `PAUSE_FACTOR`
+/// times as long as before. Reads pause for at most `LONGEST_PAUSE`. We forget a stall after ten times its pause. The
+/// first pause is short: large programs hold their mmap lock for a long time when they fork.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_FACTOR: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
-/// How much of the injector's time the processes of one user or one cgroup may take at once, and which part of it
-/// afterwards.
+/// The processes of one user or one cgroup may take `BURST` of the injector's time at once, and 1/`TIME_SHARE` of the
+/// time that passes.
 const BURST: Duration = Duration::from_secs(1);
 const TIME_SHARE: u32 = 6;
-/// This much of a request's time doesn't count, because an ordinary one takes as much on a busy machine.
+/// This much of a request's time is free, because an ordinary request takes as much on a busy machine.
 const FREE: Duration = Duration::from_millis(20);
 
-/// Attempts to make a call. On an overloaded machine any program is late, and an attempt may be to unmark a secret.
+/// Attempts to make a call. Pauses end after 10 s, because on an overloaded machine any program is late, and because
+/// the call may be to unmark a secret.
 pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
 /// Reads of memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
@@ -47,7 +48,7 @@ pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())))
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     Stalled,
-    /// Other processes of its user or cgroup have stalled, or very many processes.
+    /// Too many processes of its user or cgroup have stalled, or too many in all.
     OthersStalled,
 }
 
@@ -68,8 +69,8 @@ impl Stalls {
         locked(&self.0).hold(process.key(), alive, Origin::of(process), Instant::now());
     }
 
-    /// Records that we've given up a process, while our thread `alive` is still busy with it. We don't try it again
-    /// before a pause.
+    /// Records that we've given up a process, while our thread `alive` is still busy with it. We don't try the process
+    /// again before a pause is over.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
         locked(&self.0).give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
@@ -83,7 +84,7 @@ impl Stalls {
         locked(&self.0).entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
-    /// How long we must not try a process, not counting the time until its thread returns.
+    /// How much longer we must not try a process, not counting the time until its thread returns.
     pub fn pause(&self, process: &Process) -> Duration {
         let register = locked(&self.0);
         let entry = register.entries.get(&process.key());
@@ -97,7 +98,7 @@ struct Entry {
     origin: Origin,
     pause: Duration,
     until: Instant,
-    /// Whether we've given the process up because of this thread.
+    /// Whether we've given up the process because this thread didn't return.
     is_late: bool,
 }
 
@@ -146,7 +147,7 @@ impl Register {
         entry.thread = thread;
         entry.origin = origin;
         while self.entries.len() > REMEMBERED {
-            // We go on counting threads that haven't returned.
+            // We keep the entries of threads that haven't returned, because these threads still count.
             let over = self.entries.iter().filter(|(_, entry)| !entry.has_thread());
             let Some((&key, _)) = over.min_by_key(|(_, entry)| entry.until) else { break };
             self.entries.remove(&key);
@@ -171,7 +172,7 @@ impl Register {
 pub struct TimeShares(Mutex<Spent>);
 
 impl TimeShares {
-    /// Whether a process may take more of it now.
+    /// Whether a process may take more of the injector's time now.
     pub fn admits(&self, process: &Process) -> bool {
         let spent = locked(&self.0);
         spent.0.is_empty() || spent.admits(Origin::of(process), Instant::now())
@@ -186,8 +187,8 @@ impl TimeShares {
     }
 }
 
-/// For each share: how much time it had taken beyond its part, and when. This excess falls by [`TIME_SHARE`]'s part of
-/// the time that passes.
+/// How much more time than its part each share had taken, and when. The excess shrinks by 1/[`TIME_SHARE`] of the time
+/// that passes.
 #[derive(Debug)]
 struct Spent(BTreeMap<Share, (Duration, Instant)>);
 
@@ -210,7 +211,7 @@ impl Spent {
     }
 }
 
-/// Processes that share a bound.
+/// A group of processes to which a limit applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Share {
     User(u32),
@@ -220,8 +221,8 @@ enum Share {
 /// Where a process comes from, by facts that its user can't freely choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// The user who made the process's user namespace, because users may have many user IDs in theirs. If that's root,
-    /// the process's own user.
+    /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
+    /// root made it, the process's own user.
     user: u32,
     /// A hash of its cgroups. `None` in the root cgroup, where every user's processes may be.
     cgroup: Option<u64>,
@@ -234,7 +235,7 @@ impl Origin {
         [user, self.cgroup.map(Share::Cgroup)]
     }
 
-    /// Whether two processes are one user's, or in one cgroup.
+    /// Whether two processes belong to one user, or are in one cgroup.
     pub fn shares_with(self, other: Self) -> bool {
         let mut shares = self.shares().into_iter().zip(other.shares());
         shares.any(|(own, others)| own.is_some() && own == others)
@@ -359,14 +360,14 @@ mod tests {
         drop(thread);
         assert_eq!(register.admit((1, 1), || from(1, 1), now), Ok(()));
         assert_eq!(register.admit((2, 1), || from(1, 1), now), Err(Refusal::Stalled));
-        // A short wait doesn't end the memory of a long one.
+        // A short wait doesn't make us forget an earlier long one.
         let later = now + FIRST_PAUSE;
         register.hold((2, 1), Weak::new(), from(1, 1), later);
         register.give_up((2, 1), Weak::new(), from(1, 1), later);
         assert_eq!(register.entries[&(2, 1)].pause, FIRST_PAUSE * PAUSE_FACTOR);
     }
 
-    /// A thousand processes of one user, of one cgroup, or of root in one cgroup, which take as much time as they get.
+    /// A thousand processes of one user, of one cgroup, or of root in one cgroup take as much time as they can get.
     #[test]
     fn nobody_takes_more_than_a_share_of_the_time() {
         const MINUTE: Duration = Duration::from_secs(60);

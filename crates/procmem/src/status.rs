@@ -79,7 +79,7 @@ pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
         Err(ReadError::Absent { .. }) => return Ok(None),
         Err(error) => return Err(error),
     };
-    // An empty path is the link itself.
+    // With an empty path we read the link that we've opened.
     match rustix::fs::readlinkat(link, c"", Vec::new()) {
         Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes()).into())),
         // Kernel threads have the link, but nobody can read it.

@@ -22,7 +22,7 @@ fn content(page: u64) -> u64 {
     1 + if page < MERGED { page % (MERGED / 2) } else { page }
 }
 
-/// How a process holds its pages, from three sources.
+/// Counts of a process's merged and exclusive pages, from three sources.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     merged: Pages,

@@ -56,7 +56,7 @@ struct Slot {
     has_bytes: bool,
 }
 
-/// `struct iovec`, without a pointer so that a reader can move between threads.
+/// `struct iovec`, with a number instead of the pointer, so that a reader can move between threads.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct IoRange {
@@ -205,8 +205,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Finds out which of these slots, which span `pages` pages, are mapped by huge pages, if the kernel has
-    /// PAGEMAP_SCAN.
+    /// Asks PAGEMAP_SCAN, if the kernel has it, which of these slots are mapped by huge pages. The slots span `pages`
+    /// pages.
     fn find_huge(&mut self, files: &Files, slots: Range<usize>, pages: Pages) -> Result<(), ReadError> {
         let slots = &mut self.slots[slots];
         self.ranges.clear();
@@ -366,7 +366,7 @@ impl Batch {
     }
 }
 
-/// How many of these slots, counted from the first, are of adjacent pages in a wanted state.
+/// How many slots from the first on have adjacent pages in a wanted state.
 fn adjacent(slots: &[Slot], is_wanted: impl Fn(PageState) -> bool) -> usize {
     let mut length = 0;
     while length < slots.len() && slots[length].page == slots[0].page + count(length) && is_wanted(slots[length].state)
@@ -376,7 +376,7 @@ fn adjacent(slots: &[Slot], is_wanted: impl Fn(PageState) -> bool) -> usize {
     length
 }
 
-/// Adds the page at `address`, to the last piece if it's adjacent.
+/// Adds the page at `address`: extends the last piece if it ends there, or begins another one.
 fn extend(pieces: &mut Vec<IoRange>, address: u64) {
     match pieces.last_mut() {
         Some(piece) if piece.address + count(piece.length) == address => piece.length += PAGE_SIZE,

@@ -2,16 +2,17 @@
 //!
 //! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
 //! file server that doesn't respond. Until then our reads of that program's `smaps`, `pagemap` and `mem` block. Only a
-//! fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and in mm/process_vm_access.c not
-//! even that. `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers wait in the same way
-//! (`exec_update_lock`).
+//! fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and nothing at all ends
+//! process_vm_readv (mm/process_vm_access.c). `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers
+//! wait in the same way (`exec_update_lock`).
 //!
 //! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names
-//! take a second. The caller waits for a short time, and then goes on without the result. If the thread sleeps and
-//! there were other waits just before, that time is even shorter. The thread ends when its job returns, or with the
-//! process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports each
-//! part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page tables
-//! of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
+//! take a second. The caller waits for a short time, and then goes on without the result. It waits even less if the
+//! thread sleeps and earlier jobs have just used up the time for that. The thread ends when its job returns, or with
+//! the process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports
+//! each part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page
+//! tables of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU
+//! time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -22,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
-/// How long we wait for a job, and how long in a row a thread waits for jobs that sleep. It regains 1/[`REGAINED`] of the
-/// time that passes.
+/// How long we wait for a job. Also a thread's budget for waiting while its jobs sleep: the waits are taken from it,
+/// and 1/[`REGAINED`] of the time that passes is added.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
 /// How often a waiting caller checks whether the job sleeps. Also the shortest wait.
@@ -40,7 +41,7 @@ thread_local! {
     static LEFT: Cell<(Duration, Option<Instant>)> = const { Cell::new((PATIENCE, None)) };
 }
 
-/// Takes this much from the patience of this thread. Returns whether it has any left.
+/// Takes `lost` from the patience of this thread. Returns whether any is left.
 fn lose_patience(lost: Duration) -> bool {
     let (left, at) = LEFT.get();
     let regained = at.map_or(PATIENCE, |at| at.elapsed() / REGAINED);
@@ -53,10 +54,10 @@ fn lose_patience(lost: Duration) -> bool {
 #[derive(Debug, Default)]
 struct Signs {
     steps: AtomicU64,
-    /// Its thread; 0 before it begins.
+    /// The job's thread; 0 before it begins.
     tid: AtomicI32,
     clock: OnceLock<libc::clockid_t>,
-    /// Whether it's waiting for something that its target has no part in.
+    /// Whether the job is waiting for somebody other than its target.
     is_elsewhere: AtomicBool,
 }
 
@@ -99,7 +100,8 @@ pub fn advance() {
     });
 }
 
-/// Does something during which this thread's job may wait for somebody other than its target without being stuck.
+/// Runs `work`, during which the job may wait for somebody other than its target. The job doesn't count as stuck
+/// meanwhile.
 pub fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
     set_elsewhere(true);
     let done = work();
@@ -116,7 +118,7 @@ fn set_elsewhere(is_elsewhere: bool) {
     });
 }
 
-/// A job whose caller has gone on.
+/// A job whose caller has stopped waiting.
 #[derive(Debug)]
 pub struct Pending {
     alive: Weak<()>,
@@ -139,7 +141,7 @@ impl Pending {
         self.seen.1.elapsed()
     }
 
-    /// Whether it has made no progress for [`LIMIT`].
+    /// Whether the job has made no progress for [`LIMIT`].
     pub fn is_stuck(&mut self) -> bool {
         !self.is_over() && self.idle() >= LIMIT
     }
@@ -148,12 +150,12 @@ impl Pending {
         is_asleep(self.signs.tid.load(Ordering::Relaxed))
     }
 
-    /// Whether its target keeps it waiting.
+    /// Whether the job's target keeps it waiting.
     pub fn waits_for_target(&self) -> bool {
         !self.is_over() && self.is_asleep() && !self.signs.is_elsewhere.load(Ordering::Relaxed)
     }
 
-    /// Exists as long as the job.
+    /// Can be upgraded until the job is over.
     pub fn alive(&self) -> Weak<()> {
         self.alive.clone()
     }
@@ -181,8 +183,8 @@ impl<T: Send + 'static> Job<T> {
         Self { result, pending }
     }
 
-    /// Waits for the result for up to `most`, or, while the job sleeps, up to the patience of this thread. Gives the
-    /// job back if there is no result. That includes jobs that panicked or couldn't be started.
+    /// Waits up to `most` for the result, but while the job sleeps only as long as this thread has patience. Gives the
+    /// job back if there is no result, also if the job panicked or couldn't be started.
     pub fn wait(self, most: Duration) -> Result<T, Self> {
         let began = Instant::now();
         loop {
@@ -192,7 +194,7 @@ impl<T: Send + 'static> Job<T> {
                 Err(RecvTimeoutError::Timeout) => {
                     let is_patient = !self.pending.is_asleep() || lose_patience(TICK);
                     if !is_patient || began.elapsed() >= most {
-                        // Later jobs need another thread.
+                        // This job still keeps the reading thread busy, so later jobs need another one.
                         READER.take();
                         return Err(self);
                     }
@@ -213,7 +215,7 @@ impl<T: Send + 'static> Job<T> {
         self.result.try_recv().map_err(|_| self)
     }
 
-    /// Goes on without the result, which comes later.
+    /// Stops waiting. The receiver gets the result later.
     pub fn leave(self) -> (Receiver<T>, Pending) {
         (self.result, self.pending)
     }
@@ -341,7 +343,7 @@ mod tests {
         wait_until_over(&job.pending);
     }
 
-    /// Waiting for many at once takes a quarter of the time.
+    /// While many jobs sleep at once, we spend about a quarter of the time waiting for them.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();
@@ -357,7 +359,7 @@ mod tests {
             drop(release);
             wait_until_over(&pending);
         }
-        // We leave a computing job behind when the time that its caller gives it is over.
+        // A job that computes, rather than sleeps, is abandoned once its caller's time limit is over.
         let (release, wait) = channel::<()>();
         let job = Job::start(move || while wait.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {});
         let job = job.wait(TICK).unwrap_err();

@@ -30,7 +30,7 @@ pub fn own_and_children_cpu_ns() -> u64 {
 
 /// CPU time of all threads of any process, nanoseconds: unchanged as long as none of them has run.
 pub fn process_cpu_ns(pid: i32) -> Option<u64> {
-    // The clock's number, as by clock_getcpuclockid(3).
+    // The ID of the process's clock, as clock_getcpuclockid(3) makes it.
     const SCHED: libc::clockid_t = 2;
     clock_ns((!pid << 3) | SCHED).ok()
 }

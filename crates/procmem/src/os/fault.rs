@@ -1,8 +1,8 @@
 //! Fault injection for tests.
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point the process kills
-//! itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`). `@3` means at the third
-//! passage and all later ones. Only test builds have this: it needs debug assertions and the feature `faults`, which
+//! itself with SIGKILL, or the read or write fails with the named error, or never returns (`=hang`). `@3` means from
+//! the third passage on. Only test builds have this: it needs debug assertions and the feature `faults`, which
 //! pagefold-testkit enables. Everywhere else the points do nothing.
 
 use std::io::{self, Write};
@@ -188,7 +188,7 @@ fn faults() -> &'static [Fault] {
     FAULTS.get_or_init(|| parse(&std::env::var(VARIABLE).unwrap_or_default()))
 }
 
-/// Parses the variable. We skip malformed entries: a test with such a fault finds that nothing fails.
+/// Parses the variable. We skip malformed entries: such a fault doesn't occur, so its test fails anyway.
 fn parse(text: &str) -> Vec<Fault> {
     text.split(',').filter_map(parse_one).collect()
 }

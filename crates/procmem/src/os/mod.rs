@@ -17,7 +17,8 @@ pub mod privileges;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex that guards plain values, valid at any moment: we go on after a panic of another thread.
+/// Locks a mutex even if another thread has panicked while it held it. The mutex must guard plain values, which are
+/// valid at any moment.
 pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

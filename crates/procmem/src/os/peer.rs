@@ -76,7 +76,7 @@ fn parse_group_id(groups: &str, name: &str) -> Option<u32> {
     None
 }
 
-/// Whether this is root, or the user that runs this process: both may control it.
+/// Whether a user may control this process: root, or the user that runs it.
 pub fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == own_uid()
 }

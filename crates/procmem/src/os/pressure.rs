@@ -1,8 +1,9 @@
 //! Memory pressure of the machine: pressure stall information (PSI) and available memory.
 //!
 //! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied
-//! access to either file (`ProcSubset=pid`): then we don't know the value. Only malformed text is an error. ksmtuned's
-//! measure needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
+//! access to either file (`ProcSubset=pid`). In these cases we don't know the value; only malformed text is an error.
+//! The governor's other measure needs no PSI: memory is scarce when less than a fifth is available (ksmtuned's
+//! `KSM_THRES_COEF` of 20).
 
 use super::fields::{MISSING, kib};
 use crate::os::fault;

@@ -31,7 +31,7 @@ pub const PLACING: Capability = Capability::CAP_SYS_NICE;
 /// Additional capability for putting huge pages together again: `process_madvise`.
 pub const COLLAPSING: Capability = Capability::CAP_SYS_NICE;
 
-/// Additional capability for merging on request: the kernel asks for the same as for `process_madvise`.
+/// Additional capability for merging on request: /dev/ksm needs the same as `process_madvise`.
 pub const REQUESTING: Capability = Capability::CAP_SYS_NICE;
 
 pub const INJECTING: [Capability; 3] = [
@@ -65,8 +65,8 @@ pub fn missing(needed: &[Capability]) -> Result<Vec<Capability>, PrivilegeError>
 pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let kept: CapsHashSet = kept.iter().copied().filter(|capability| permitted.contains(capability)).collect();
-    // We drop the bounding set first: that takes CAP_SETPCAP, which we drop below. If we don't have CAP_SETPCAP,
-    // no_new_privs keeps the bounding set from restoring anything.
+    // We drop the bounding set first: that needs CAP_SETPCAP, which we drop below. If we don't have CAP_SETPCAP, the
+    // bounding set stays, but with no_new_privs it can't give us anything back.
     if permitted.contains(&Capability::CAP_SETPCAP) {
         caps::raise(None, CapSet::Effective, Capability::CAP_SETPCAP)?;
         for capability in caps::read(None, CapSet::Bounding)?.difference(&kept) {
@@ -83,8 +83,8 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     if left.is_empty() { Ok(()) } else { Err(PrivilegeError::Left(left)) }
 }
 
-/// Makes us non-dumpable (no core dumps, no debuggers without privileges), to protect the pages of other processes that
-/// we hold.
+/// Makes us non-dumpable (no core dumps, no debuggers without privileges), because our memory holds pages of other
+/// processes.
 pub fn keep_from_dumps() {
     // This can't fail.
     let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
