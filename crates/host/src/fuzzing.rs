@@ -1,4 +1,4 @@
-//! Private parsers, exposed only for the crate `pagefold-fuzz`, which states their properties.
+//! Private parsers, exposed only for the crate `pagefold-fuzz`, which tests them.
 
 use crate::check::facts;
 use crate::scope::{opt_out, opt_out_qemu, opt_out_unit};

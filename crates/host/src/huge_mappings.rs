@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 /// We collapse at most this many extents in a cycle. Each takes half a millisecond, and holds the process's mmap lock
 /// for a part of that time.
 const EXTENTS_MOST: usize = 16;
-/// We remember at most this many mappings of a process that had huge pages when we marked them, and let at most this
-/// many extents wait. We leave others to khugepaged.
+/// Per process, we remember at most `MAPPINGS_MOST` mappings that had huge pages when we marked them, and queue at most
+/// `WAITING_MOST` extents. We leave the others to khugepaged.
 const MAPPINGS_MOST: usize = 64;
 const WAITING_MOST: usize = 4_096;
 
@@ -29,7 +29,7 @@ impl HugeMappings {
         }
     }
 
-    /// Records that a range has been unmarked. We then collapse it again where it had huge pages.
+    /// Records that a range has been unmarked. We then collapse the parts of it that had huge pages.
     pub(super) fn wanted(&mut self, start: u64, end: u64) {
         for &(from, to) in &self.marked {
             let room = WAITING_MOST.saturating_sub(self.extents.len());

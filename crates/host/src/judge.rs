@@ -30,12 +30,12 @@ pub struct ScopeRules {
     pub domains: Domains,
     /// The one domain that ksmd merges. `None`: we don't use ksmd, so each domain is merged separately or not at all.
     pub merged: Option<DomainKey>,
-    /// The rules for groups with limits, by the number of the group.
+    /// One rule for each group with limits. Its index is the group's number.
     pub groups: Vec<Rule>,
 }
 
 impl ScopeRules {
-    /// Rules without groups, which keep nobody out. All domains are merged.
+    /// Rules with no groups and no kept-out processes. All domains are merged.
     pub fn new(scope: ScopeSpec, roots: Roots, deny: DenyList) -> Self {
         Self {
             scope,
@@ -100,7 +100,7 @@ impl<'a> Judge<'a> {
     }
 
     /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged
-    /// it before (`is_new`), an ancestor may keep it out. Sets its selector. May stop the process once.
+    /// it before (`is_new`), an ancestor may keep it out. Sets `info.selected_by`. May stop the process once.
     pub(crate) fn judge(
         &mut self,
         info: &mut ProcessInfo,
@@ -126,7 +126,7 @@ impl<'a> Judge<'a> {
         } else if let Some(other_domain) = rules.domains.excludes(domain, rules.merged) {
             Some(other_domain)
         } else {
-            // Last, because this may stop the process.
+            // We ask this last, because it may stop the process.
             exclusion_of(info, dumpable, self.history.mechanism, &rules.deny)
         };
         let group = first_match(&rules.groups, info, "the limits of", &mut notes);

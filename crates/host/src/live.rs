@@ -178,9 +178,9 @@ pub struct Ended {
 }
 
 impl LiveHost {
-    /// A host for a scope. A signal handler sets `stop` to cut waits short. Its signal must interrupt the waiting
-    /// thread: for signals to the process, the kernel prefers the main thread. If another thread sets the flag, we
-    /// notice at the next refresh.
+    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must reach the thread that
+    /// waits, which should be the main thread: the kernel prefers it for signals to a process. If another thread sets
+    /// the flag, we notice at the next refresh.
     ///
     /// # Errors
     /// If we can't read ksmd or the memory state, or can't start the control thread.
@@ -408,8 +408,8 @@ impl LiveHost {
         reads
     }
 
-    /// The processes that may have merged zeros, if the machine has any. A mapping whose pages are all merged zeros
-    /// holds no memory that we could judge, so it isn't among the regions.
+    /// The processes that may have merged zeros, if the machine has any merged zeros. A mapping whose pages are all
+    /// merged zeros holds no memory that we could judge, so the regions don't show these pages.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
         if self.machine.zeros == Pages(0) {
@@ -593,9 +593,9 @@ fn raise_descriptor_limit() {
 }
 
 /// Sleeps until this thread handles a signal. A signal between the check of the stop flag and the sleep doesn't end the
-/// sleep, so we limit it to the time between two refreshes.
+/// sleep, so we sleep no longer than the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
-    // A limit of some seconds always fits.
+    // A timespec always has room for some seconds.
     if let Ok(time) = Duration::from_nanos(ns.min(refresh::INTERVAL_NS)).try_into() {
         let _ = nanosleep(&time);
     }

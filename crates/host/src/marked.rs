@@ -1,8 +1,8 @@
 //! The programs whose memory we've marked.
 //!
 //! A mark outlives the run that made it, and forks inherit it. So we record each program in a file before we mark it,
-//! and a later run knows whose marks to account for. It doesn't look for others: a program that marks its own memory
-//! has chosen that itself, and nobody may hold up merging that way.
+//! and a later run knows whose marks to account for. It doesn't look for marks of other programs: a program that marks
+//! its own memory has chosen to, and mustn't be able to hold up merging that way.
 
 use pagefold_engine::keys::DomainKey;
 use std::collections::{HashMap, HashSet};
@@ -30,7 +30,7 @@ struct Record {
 }
 
 impl MarkedPrograms {
-    /// Reads the record of earlier runs, and goes on with it. `key_of` gives a domain's key.
+    /// Reads the record of earlier runs, and appends to it from now on. `key_of` gives a domain's key.
     pub(crate) fn open(path: PathBuf, mut key_of: impl FnMut(&str) -> DomainKey) -> io::Result<Self> {
         let mut options = File::options();
         let file = options.append(true).create(true).mode(0o600).open(&path)?;
@@ -38,7 +38,7 @@ impl MarkedPrograms {
         let mut domains = HashMap::new();
         let mut lines = 0;
         for line in text.split(|&byte| byte == b'\n') {
-            // The last line may be incomplete. Then nothing was marked.
+            // The last line may be incomplete. Then its program wasn't marked.
             if let Ok((image, name)) = serde_json::from_slice::<(u64, String)>(line) {
                 domains.insert(image, key_of(&name));
                 lines += 1;
@@ -55,7 +55,7 @@ impl MarkedPrograms {
         self.domains.get(&image).copied()
     }
 
-    /// The domains that we need to know.
+    /// The domains of all recorded programs.
     pub(crate) fn domains(&self) -> impl Iterator<Item = DomainKey> {
         self.domains.values().copied()
     }
@@ -74,12 +74,12 @@ impl MarkedPrograms {
         Ok(())
     }
 
-    /// Whether there are so many that we should forget some.
+    /// Whether there are so many programs that we should forget some.
     pub(crate) fn are_more_than(&self, most: usize) -> bool {
         self.domains.len() > most || self.record.as_ref().is_some_and(|record| record.lines > most)
     }
 
-    /// Forgets all programs but the `running` ones. If we can't write the record, it keeps the others.
+    /// Forgets all programs but the `running` ones. If we can't write the file, the others stay in it.
     pub(crate) fn keep(&mut self, running: &HashSet<u64>, names: &[String]) {
         self.domains.retain(|image, _| running.contains(image));
         let _ = self.rewrite(names);
@@ -132,7 +132,7 @@ mod tests {
         for (image, domain) in [(1, 0), (u64::MAX, 1), (1, 0), (1, 2)] {
             marked.add(image, DomainKey(domain), NAMES[usize::from(domain)]).unwrap();
         }
-        // A run that was killed while it wrote.
+        // As if a run had been killed while it wrote a line.
         fs::write(&path, [&fs::read(&path).unwrap()[..], b"\n[7,\"us"].concat()).unwrap();
         let mut marked = open(&path);
         assert_eq!([1, u64::MAX, 7].map(|image| marked.domain(image)), [Some(DomainKey(2)), Some(DomainKey(1)), None]);

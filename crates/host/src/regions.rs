@@ -53,7 +53,8 @@ pub fn stretches(
         let goes_on = last.is_some_and(|last| last.continues(detail));
         let is_marked = detail.flags.has(*b"mg");
         match vma_exclusion(detail) {
-            // A mapping that marks have split may have empty parts. All pages of a marked one may be merged zeros.
+            // These are no reason to end a region: marks may have split a mapping into parts of which some are empty,
+            // and all pages of a marked mapping may be merged zeros.
             Some(Exclusion::NothingAnonymous) if goes_on || is_marked => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
@@ -108,7 +109,7 @@ impl List {
         for detail in details {
             let may_be = match vma_exclusion(detail) {
                 None => true,
-                // The mapping may have anonymous pages by now, and then it's a region.
+                // We don't list the mapping as excluded: it may have anonymous pages by now, and then it's a region.
                 Some(Exclusion::NothingAnonymous) => continue,
                 Some(_) => false,
             };
@@ -122,7 +123,7 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether we may name a page (`None`: it wasn't mapped), and for how many pages, this one included, that answer
+    /// Whether we may name a page (`None`: we don't know the mapping), and for how many pages from this one on that
     /// holds.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
@@ -150,8 +151,8 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     }
 }
 
-/// Gives each stretch the key of the earlier region that it overlaps most, or a new key. Leaves out new stretches that
-/// hold nothing.
+/// Gives each stretch the key of the earlier region that it overlaps most, or a new key. Leaves out new stretches
+/// without resident pages.
 pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
     let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;
     let mut pairs = Vec::new();
@@ -211,7 +212,7 @@ mod tests {
         assert_eq!(left_out, [(0x1_0500_0000, Exclusion::DontDump)]);
     }
 
-    /// As after a merge of zeros, which counts no page as present.
+    /// After a merge of zeros, no page counts as present.
     #[test]
     fn a_marked_region_that_has_become_empty_stays_and_none_begins_empty() {
         let empty = || smaps(&[("100000000-101000000 rw-p 00000000 00:00 0 ", 0, "rd wr ac mg")]);
@@ -268,7 +269,7 @@ mod tests {
             RegionKey(next)
         };
         let first = follow(&[], vec![stretch(100, 50), stretch(200, 100)], &mut fresh);
-        // The first grows on both sides, a new one appears, the second is split into a large and a small part.
+        // The first region grows on both sides, a new one appears, the second is split into a small and a large part.
         let second =
             follow(&first, vec![stretch(90, 70), stretch(180, 5), stretch(200, 20), stretch(230, 70)], &mut fresh);
         let keys: Vec<u32> = second.iter().map(|tracked| tracked.key.0).collect();

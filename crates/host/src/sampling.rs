@@ -47,14 +47,14 @@ pub(crate) struct SamplingJob {
     /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) hash_mode: HashMode,
-    /// On machines with several memory nodes.
+    /// Set on machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
 
 /// How we digest pages.
 #[derive(Debug)]
 pub(crate) enum HashMode {
-    /// We read them.
+    /// We read them ourselves.
     Read(Digester),
     /// The kernel hashes them in place. `colliding` are digests that pages of different contents share.
     InPlace { device: Arc<RequestDevice>, digester: LineDigester, colliding: Arc<DigestSet> },
@@ -96,10 +96,10 @@ impl HashMode {
 pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
-    /// The mappings that we didn't get to.
+    /// The regions that we didn't get to.
     pub(crate) unread: BTreeSet<RegionKey>,
     pub(crate) merged: Vec<MergedSample>,
-    /// The other shared pages among the ones that we searched.
+    /// Of the pages that we searched, the ones that are shared but not merged.
     others: Vec<StateSample>,
     /// The count, if we counted savings.
     pub(crate) counted: Option<Counted>,
@@ -116,7 +116,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Begins reading a process, unless our caller has given us up. Returns whether we may go on.
+    /// Begins reading a process, unless our caller has stopped waiting. Returns whether we may go on.
     fn begin(&self, process: &Process) -> bool {
         if self.is_given_up.load(Ordering::Relaxed) {
             return false;
@@ -126,8 +126,8 @@ impl Progress {
     }
 }
 
-/// Reads the pages. The error names the process whose read doesn't return; the reader and the pages read so far are
-/// lost with it.
+/// Reads the pages. An error names the process whose read doesn't return. Then the reader and the pages read so far are
+/// lost.
 pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading, (i32, Pending)> {
     let progress = Arc::new(Progress::default());
     let mut reading = PlanReading {
@@ -202,7 +202,7 @@ impl PlanReading {
                 }
                 let node = match &job.topology {
                     Some(nodes) => nodes.node_of(frame),
-                    // There is one node.
+                    // Without a topology the machine has one node.
                     None => Some(NodeKey(0)),
                 };
                 if let Some(node) = node {
@@ -215,8 +215,8 @@ impl PlanReading {
         }
     }
 
-    /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, and we unmerge
-    /// nothing to relieve it.
+    /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, so we unmerge
+    /// nothing to relieve the cgroup.
     fn look_up_charges(&mut self, dir: &Path, frames: &[u64]) {
         let charged = Charges::of(dir).and_then(|mut charges| charges.look_up(frames)).unwrap_or_default();
         for (sample, charged) in self.merged.iter_mut().zip(charged) {
@@ -224,8 +224,7 @@ impl PlanReading {
         }
     }
 
-    /// Counts the mappers of merged frames, and the zeros of each process that ksmd has merged. `None` if we can't see
-    /// them.
+    /// Counts how often each merged frame is mapped, and each process's merged zeros. `None` if we can't see frames.
     fn count(&mut self, processes: &[CountedProcess], frames: &[u64]) -> Option<Counted> {
         if !self.reader.sees_frames() {
             return None;

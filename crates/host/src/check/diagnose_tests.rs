@@ -79,7 +79,7 @@ fn each_problem_in_a_file_makes_one_finding() {
     ] {
         let [finding] = &findings(|dir, _| write(&dir.join(path), text))[..] else { panic!("{path}: {text}") };
         assert_eq!((finding.id, finding.severity), (id, severity), "{path}: {text}");
-        // This finding names the temporary directory.
+        // The text of this finding has the path of a temporary directory, so we keep it out of the golden file.
         if path != "state.json" {
             let _ = writeln!(texts, "{finding:#?}");
         }
@@ -178,7 +178,7 @@ fn knobs_of_a_pagefold_with_a_run_directory_of_its_own_are_found() {
         knob(dir, "pages_to_scan", "4294967295");
     });
     assert_eq!(running, [("run", Severity::Blocker), ("state", Severity::Warning)]);
-    // pagefold has no say in the administrator's settings.
+    // The administrator may choose this setting, so it's no finding.
     assert_eq!(found(|dir, _| knob(dir, "sleep_millisecs", "200")), []);
 }
 
@@ -199,7 +199,8 @@ fn state_left_by_a_crash_or_deferred_is_found() {
     assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
     assert_eq!(left("boot", None), [("state", Severity::Note)]);
     assert_eq!(left("another", gone), []);
-    // The killed run left ksmd running, and the next run stops ksmd first. After a reboot somebody else has started it.
+    // If ksmd runs, the killed run has left it running, and the next run stops it. After a reboot somebody else must
+    // have started it.
     run.set(1);
     assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
     assert_eq!(left("another", gone), [("run", Severity::Blocker)]);

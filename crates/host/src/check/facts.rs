@@ -171,7 +171,7 @@ pub struct MachineFacts {
     pub max_ptes_none: Fact<u64>,
     /// Running programs that set KSM's knobs, or may set them.
     pub programs: Fact<Vec<(i32, String)>>,
-    /// The processes whose memory KSM merges or may merge, and what they save by it.
+    /// Processes whose memory KSM merges or may merge, and the memory that this saves.
     pub users: Fact<Vec<KsmUser>>,
     pub saved: Option<Pages>,
     /// Holder of the lock. Absent if the lock is free.
@@ -192,11 +192,11 @@ pub struct MachineFacts {
     pub cgroups: Cgroups,
 }
 
-/// Sets KSM's knobs, as pagefold does: on Red Hat's hosts and Proxmox VE's.
+/// A program that sets KSM's knobs, as pagefold does, on hosts of Red Hat and Proxmox VE.
 pub const KSMTUNED: &str = "ksmtuned";
-/// KubeVirt's agent on each node. Sets them only if `ksmConfiguration` selects the node.
+/// KubeVirt's agent on each node. It sets KSM's knobs only if `ksmConfiguration` selects the node.
 pub const VIRT_HANDLER: &str = "virt-handler";
-/// We look for processes that use KSM for at most this long. Reading what one has merged takes some 10 us.
+/// We spend at most this long on finding the processes that use KSM. Each takes some 10 us.
 const USERS_LIMIT: Duration = Duration::from_secs(5);
 
 impl MachineFacts {
@@ -295,7 +295,7 @@ fn module(kernel: &Path) -> Fact<()> {
 
 fn state(roots: &MachinePaths) -> Fact<FoundState> {
     let state = Fact::of(State::load(&roots.state), |error| matches!(error, StateError::Denied { .. }));
-    // If we can't check the boot or the holder that it names, the file must not count as obsolete.
+    // If we can't check the boot ID, or whether the file's holder is alive, the file must not count as obsolete.
     state.and_then(|state| match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
         (Err(error), _) => Fact::Malformed(error.to_string()),
         (_, Some(Err(error))) => Fact::Malformed(error.to_string()),

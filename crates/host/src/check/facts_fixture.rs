@@ -38,7 +38,7 @@ pub fn healthy(dir: &Path) -> MachinePaths {
     MachinePaths { proc, sys, dev, modules, lock: dir.join("lock"), state: dir.join("state.json") }
 }
 
-/// The frame number that the page map shows for the probe; the rest of the file is a hole.
+/// Makes pagemap show this frame number for the probe. The rest of the file is a hole.
 pub fn set_frame(proc: &Path, frame: u64) {
     let at = proc.join("self/pagemap");
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(at).unwrap();

@@ -1,4 +1,4 @@
-//! Who uses KSM: the processes whose memory it merges or may merge, whoever marked that.
+//! Finds the processes that use KSM: their memory is merged or may be merged, whoever marked it.
 
 use pagefold_engine::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, count};
@@ -28,7 +28,7 @@ pub struct KsmUser {
     pub name: String,
     pub merged_bytes: u64,
     pub metadata_bytes: u64,
-    /// Whether it has marked all of its memory itself, or its parent or service manager has.
+    /// Whether all of its memory is marked: the process, its parent or its service manager has asked for that.
     #[serde(skip)]
     pub is_marked_by_itself: bool,
 }
@@ -43,7 +43,7 @@ pub fn ksm_users(proc: &Path, limit: Duration) -> Result<Vec<KsmUser>, ReadError
             break;
         }
         let Ok(process) = Process::open_at(proc, pid) else { continue };
-        // It may hold the lock of its memory map, which the kernel takes for this read.
+        // The process may hold its mmap lock, which the kernel needs for this read.
         if let Ok(Ok(Some(user))) = run_abandonable(move || KsmUser::of(&process)) {
             users.push(user);
         }
@@ -83,9 +83,8 @@ pub fn sentence(users: &[KsmUser]) -> String {
     format!("{text}; {merged} merged in all, for which the kernel keeps {metadata} of metadata")
 }
 
-/// How much less memory these processes hold than if nothing were merged, by frames: a merged frame stands for one
-/// frame of each family of forks, because relatives would share theirs anyway. `None` if we can't tell, or there are
-/// too many pages.
+/// How much less memory these processes hold than if nothing were merged, in frames. Forks that map a frame at one
+/// address count once, because they'd share the page anyway. `None` if we can't tell, or there are too many pages.
 pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     let merged = users.iter().map(|user| user.merged_bytes).sum::<u64>();
     if users.is_empty() || merged / PAGE_BYTES > COUNTED_MOST {
@@ -128,7 +127,7 @@ impl Merged {
     }
 }
 
-/// `mappings` of frames: frame, page and family.
+/// `mappings` has the frame, the page that maps it, and the family of the process.
 fn saved_frames(mut mappings: Vec<(u64, Vpn, u64)>) -> u64 {
     mappings.sort_unstable();
     mappings.dedup();
@@ -143,7 +142,7 @@ mod tests {
     #[test]
     fn relatives_that_map_a_frame_at_one_address_count_once() {
         let page = Vpn;
-        // Two families of three, one page each; and a page of a process that has it twice.
+        // One frame that two families of three processes map, and one that a single process maps twice.
         let forks = [7, 7, 7, 8, 8, 8].map(|family| (1, page(5), family));
         let twice = [(2, page(5), 9), (2, page(6), 9)];
         assert_eq!(saved_frames([&forks[..], &twice[..]].concat()), 2);

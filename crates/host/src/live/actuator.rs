@@ -17,7 +17,7 @@ pub(super) struct Actuator {
     pub(super) controller: KsmdController,
     /// The process that makes targets call madvise.
     pub(super) injector: Injector,
-    /// How often we started it again.
+    /// How often we started the injector again.
     pub(super) restarts: u32,
     /// Whether we no longer drive KSM.
     pub(super) has_stood_down: bool,
@@ -26,7 +26,7 @@ pub(super) struct Actuator {
 /// Who drives KSM.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct KsmControl {
-    /// Whether we do.
+    /// Whether we drive KSM.
     pub(super) is_ours: bool,
     /// Whether ksmd is still carrying out our last order.
     pub(super) is_busy: bool,
@@ -35,7 +35,7 @@ pub(super) struct KsmControl {
 /// CPU time that the injector has spent, nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InjectorCost {
-    /// The part that doesn't count as ours or our children's.
+    /// The part that the kernel counts neither as our time nor as our reaped children's.
     pub(super) uncounted_ns: u64,
     pub(super) total_ns: u64,
 }
@@ -66,7 +66,7 @@ impl Actuator {
                 Some(why) => Err(why),
                 None => Ok(KsmControl { is_ours: true, is_busy: status.under_way }),
             },
-            // After an error of the state file or sysfs we give no more orders either.
+            // After an error of the state file or sysfs we give no more orders, either.
             Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
                 Err(error.to_string())
             }
@@ -77,8 +77,8 @@ impl Actuator {
         InjectorCost { uncounted_ns: self.injector.cpu_ns(), total_ns: self.injector.total_cpu_ns() }
     }
 
-    /// The injector's cost, to be read once the injector has ended: if it was our child, it then counts as a reaped
-    /// child.
+    /// The injector's cost as it will be once the injector has ended: if it's our child, its time then counts as a
+    /// reaped child's.
     pub(super) fn final_injector_cost(&self) -> InjectorCost {
         InjectorCost { uncounted_ns: self.injector.cpu_elsewhere_ns(), total_ns: self.injector.total_cpu_ns() }
     }

@@ -20,8 +20,9 @@ const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
-/// Cgroups whose paths begin with the same names share their part of a pass: the ones of one user's session
-/// (user.slice/user-1000.slice), or of one service. Only root makes cgroups that far up.
+/// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
+/// (user.slice/user-1000.slice), or of one service. Only root can make cgroups that far up, so nobody else can get more
+/// parts.
 const SHARED_NAMES: usize = 2;
 
 /// The cgroups that can limit the memory of targets.
@@ -29,7 +30,7 @@ const SHARED_NAMES: usize = 2;
 pub(super) struct CgroupLimits {
     groups: BTreeMap<PathBuf, Group>,
     keys: KeyCounter,
-    /// The processes that we've assigned to them.
+    /// The processes that we've assigned to groups.
     owners: BTreeSet<OwnerKey>,
     next_ns: u64,
     views: Arc<[LimitView]>,
@@ -42,9 +43,9 @@ struct Group {
     /// The last reading, and its time in nanoseconds.
     reading: Reading,
     read_ns: u64,
-    /// When we last tried to read it.
+    /// When we last tried to read the limit.
     tried_ns: u64,
-    /// The cgroup that it shares its part of a pass with.
+    /// The beginning of the path: groups where it's equal share one part of a pass.
     share: PathBuf,
     /// Whether a target is directly in this cgroup, rather than below it.
     is_own: bool,
@@ -89,7 +90,7 @@ enum Reading {
 
 impl CgroupLimits {
     /// Looks at the limits again if it's time. We read the limits of a new process at once, so that we don't take it
-    /// for a process without limits.
+    /// for an unlimited one.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
         let is_pass = now_ns >= self.next_ns;
         let before_ns = own_cpu_ns();
@@ -137,7 +138,7 @@ impl CgroupLimits {
             }
             if let Some(group) = self.groups.get_mut(above) {
                 group.owners.push(owner);
-                // The topmost cgroup holds the kernel's threads too.
+                // The root cgroup holds the kernel's threads too, so we ignore its CPU pressure.
                 group.is_own |= above == dir && dir != mount;
             }
         }
@@ -154,8 +155,8 @@ impl CgroupLimits {
         self.read_in_turn(now_ns, PASS_LIMIT, |group| group.reading == Reading::Unknown);
     }
 
-    /// Reads limits for up to `limit`: one from each share in turn, beginning with the one that we haven't tried for
-    /// longest.
+    /// Reads limits until the time `limit` is over: one from each share in turn, beginning with the cgroup that we
+    /// haven't tried for longest.
     fn read_in_turn(&mut self, now_ns: u64, limit: Duration, is_wanted: impl Fn(&Group) -> bool) {
         let began = Instant::now();
         let mut waiting: Vec<_> = self.groups.iter_mut().filter(|(_, group)| is_wanted(group)).collect();
@@ -176,8 +177,8 @@ impl CgroupLimits {
         }
     }
 
-    /// Of the targets' own cgroups, the largest share of the last 10 s in which some task waited for a CPU, as last
-    /// read.
+    /// The highest CPU pressure among the targets' own cgroups, as last read: the share of the last 10 s in which some
+    /// task waited for a CPU.
     pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
         self.groups.values().filter_map(|group| group.cpu_pressure).max()
     }
@@ -253,7 +254,7 @@ mod tests {
         assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
     }
 
-    /// Thousands of cgroups of one user make no other limit stale.
+    /// Thousands of cgroups of one user don't delay our reads of other limits.
     #[test]
     fn limits_are_read_in_turn() {
         const MANY: u32 = 2_000;
@@ -276,7 +277,7 @@ mod tests {
         let user = root.path().join("a.slice/user-1.slice");
         let mut tried = 0;
         for pass in 1..=3 {
-            // Not enough time for all limits.
+            // The time isn't enough for all limits.
             limits.read_in_turn(pass, Duration::from_millis(25), |_| true);
             assert!(others.iter().all(|dir| limits.groups[dir].read_ns == pass), "pass {pass}");
             let of_user: Vec<_> = limits.groups.iter().filter(|(dir, _)| dir.starts_with(&user)).collect();

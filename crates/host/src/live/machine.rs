@@ -49,8 +49,8 @@ impl MachineMonitor {
             self.next_memory_ns = now_ns + MEMORY_NS;
             self.memory = self.monitor.read()?;
             if ksm.shared > Pages(0) {
-                // If we can't read the counts we keep the old ones: a decrease would make the next counts look like a
-                // burst of copies.
+                // If we can't read the counts we keep the old ones: after a fall to zero, the next counts would look
+                // like a burst of copies.
                 self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
             }
         }

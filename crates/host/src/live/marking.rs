@@ -25,7 +25,7 @@ const MARK_NS: u64 = 250_000_000;
 
 /// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
-/// If a process takes this long, processes of its user and its cgroup come last for some time, nanoseconds.
+/// If a process takes `SLOW_NS`, the processes of its user and its cgroup come last for `LAST_NS`, nanoseconds.
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
 
@@ -141,7 +141,8 @@ impl CallBatch {
     }
 }
 
-/// The results of the calls, and why we didn't make all of them. An error means that we made none, or don't know.
+/// The results of the calls, and why we didn't make all of them. The outer error means that we made none, or don't know
+/// which.
 type CallsRun = Result<(InjectionReport, Result<(), UnmergeError>), UnmergeError>;
 
 /// Changes to make, and their results so far.
@@ -187,7 +188,7 @@ impl LiveHost {
         }
         let results = vec![Marking::Refused; changes.len()];
         let mut all = Changes { asked: changes, mark, size, results };
-        // In the order of the changes: ksmd visits processes in the order in which they were first marked.
+        // We keep the order of the changes: ksmd visits processes in the order in which they were first marked.
         let mut by_pid: Vec<(i32, Vec<usize>)> = Vec::new();
         for (at, change) in changes.iter().enumerate() {
             let Some(&pid) = self.regions.pids.get(&change.span.region) else { continue };
@@ -310,8 +311,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether the results may be incomplete: we may have made other calls, or
-    /// will make them later.
+    /// Makes the calls in a process. Returns whether more may be changed than the results show: we don't know which
+    /// calls were made, or they may still be made later.
     fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         for &part in &work.done {

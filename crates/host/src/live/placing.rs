@@ -44,7 +44,7 @@ pub(super) struct Placing {
     pub(super) policies: Policies,
     pub(super) nodes: Vec<NodeView>,
     pub(super) owners: Vec<OwnerView>,
-    /// Whether the process has CAP_SYS_NICE.
+    /// Whether we have CAP_SYS_NICE.
     may_move: bool,
     next_ns: u64,
     /// Number of targets at the last refresh.

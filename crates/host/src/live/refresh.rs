@@ -50,8 +50,8 @@ const STRANGERS_MOST: usize = 1_000;
 
 /// A process may have this many regions, however many others have.
 const FEW_REGIONS: usize = 1_024;
-/// Processes with more regions may have this many together: the ones of one user, and all of them. A region takes about
-/// a kilobyte.
+/// All processes with more regions may together have `REGIONS_MOST`, the ones of a single user `REGIONS_OF_USER_MOST`.
+/// A region takes about a kilobyte.
 const REGIONS_OF_USER_MOST: usize = 65_536;
 const REGIONS_MOST: usize = 131_072;
 
@@ -229,7 +229,8 @@ impl LiveHost {
         }
     }
 
-    /// A process, if it's a fork of a program that was marked. An exec may keep us waiting, and leaves no mark.
+    /// Reads a process if it's a fork of a program that we marked. Only an exec can keep us waiting, and an exec leaves
+    /// no mark, so then we skip the process.
     fn marked_fork(&self, pid: i32) -> Option<ProcessInfo> {
         let process = Arc::new(Process::open_at(&self.rules.roots.proc, pid).ok()?);
         if !process.stat().ok()?.only_forked {
@@ -316,8 +317,8 @@ impl LiveHost {
         changed
     }
 
-    /// Whether we needn't wait any longer for the first check of a process that was in scope at the start. Only an exec
-    /// can delay that check for long, and an exec leaves no marks.
+    /// Whether we've checked the processes that were in scope at the start, or have waited long enough. Only an exec
+    /// can delay such a check for long, and an exec leaves no marks.
     fn are_checked(&self, now_ns: u64) -> bool {
         let is_checked = |target: &Target| target.appeared_ns.is_some() || target.image().is_some();
         now_ns >= FIRST_CHECKS_NS || self.targets.values().all(is_checked)
@@ -332,7 +333,7 @@ impl LiveHost {
         }
         self.reported.remove(&pid);
         self.withdrawing.jobs.remove(&pid);
-        // Another process may have reused its pid.
+        // Another process may have its pid already, so we must read the list of processes again.
         self.discovery.new_processes.invalidate();
     }
 

@@ -30,7 +30,7 @@ const CHECK_NS: u64 = 10_000_000;
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
-/// While we only wait for a lock, its holder may keep it for any time.
+/// How long we wait for a lock: its holder may keep it for any time.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -74,7 +74,7 @@ impl Turn {
         self.change(Self::INSIDE, Self::OUTSIDE);
     }
 
-    /// Lets no more calls begin. Returns whether one is under way.
+    /// Lets no more calls begin. Returns whether a call is under way.
     fn abandon(&self) -> bool {
         self.0.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
     }
@@ -86,7 +86,7 @@ struct Side {
     process: Arc<Process>,
     space: AddressSpace,
     list: Arc<List>,
-    /// Its regions: first page and end.
+    /// The process's regions: first page and end.
     regions: BTreeMap<RegionKey, (u64, u64)>,
 }
 
@@ -178,8 +178,8 @@ impl LiveHost {
         }
     }
 
-    /// If a late request has ended, records its processes as marked. Judging them again finds the memory that it
-    /// marked.
+    /// If a late request has ended, records its processes as marked. We also judge them again, which finds the memory
+    /// that the kernel marked for the request.
     pub(super) fn end_late_merge(&mut self) {
         let Some(late) = self.requesting.late.take_if(|late| late.job.pending.is_over()) else { return };
         for pid in late.pids {
@@ -218,7 +218,7 @@ impl LiveHost {
         for &pid in &pids {
             sides.push(self.side(pid).ok_or(Merging::Untried)?);
         }
-        // We check this whatever the engine thinks, and last, because the domains may have changed just now.
+        // We check the trust domain whatever the engine thinks, and last, because it may have changed just now.
         let domain = self.targets.get(&pair.take).ok_or(Merging::Untried)?.domain;
         if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.domain != domain)) {
             return Err(Merging::Ineligible);
@@ -253,12 +253,12 @@ impl LiveHost {
                     self.report_refusal(pair, &error);
                 }
             }
-            // A process has ended. The next refresh removes it.
+            // A process has ended. The next refresh removes its target.
             Ok(Err(_)) => results.extend(parts.iter().map(untried)),
             Err(job) => {
                 let is_inside = turn.abandon();
                 results.extend(parts.iter().map(untried));
-                // The surveys find out which of the processes keeps its memory map locked.
+                // The next surveys find out which of the processes keeps its memory map locked.
                 for &pid in &pids {
                     if let Some(target) = self.targets.get_mut(&pid) {
                         target.invalidate();
@@ -297,8 +297,8 @@ impl LiveHost {
         }
     }
 
-    /// Some of the pages to keep must be merged already. Returns the pages that still are: their program may have
-    /// written others. `None` if we can't look.
+    /// Some pages may be kept only if they're merged. Returns the ones that still are: the program may have written
+    /// others since we saw them merged. `None` if we can't look.
     fn merged_to_keep(&mut self, keep: i32, parts: &[MergeRange]) -> Option<BTreeSet<Vpn>> {
         let mut runs = Vec::new();
         for part in parts.iter().filter(|part| part.needs_merged) {
@@ -422,8 +422,8 @@ fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
     jobs
 }
 
-/// The parts of ranges whose pages we may name. `sides[0]` is the process whose pages we take, the last of `sides` the
-/// one whose pages we keep. The other parts get their results at once.
+/// The parts of ranges whose pages we may name; other parts get their results at once. `sides[0]` is the process whose
+/// pages we take, the last of `sides` is the process whose pages we keep.
 fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut parts = Vec::new();
     let (Some(taken), Some(kept)) = (sides.first(), sides.last()) else { return parts };
@@ -463,8 +463,8 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
     parts
 }
 
-/// The parts whose pages may be kept, given the merged pages of the process that keeps them. Others get their results
-/// at once.
+/// The parts whose pages may be kept, given the merged pages of the process that keeps them. Other parts get their
+/// results at once.
 fn only_merged(parts: &[MergeRange], merged: &BTreeSet<Vpn>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut named = Vec::new();
     for part in parts {

@@ -72,7 +72,7 @@ fn ranges_are_cut_where_a_mapping_of_either_side_is_excluded() {
     results.clear();
     assert_eq!(parts(&[zeros], &sides[..1], &mut results), [zeros.part(0, 16), zeros.part(18, 14)]);
     assert_eq!(results, [MergeResult { range: zeros.part(16, 2), merging: ineligible }]);
-    // One page is kept for all taken pages, and for none if it's excluded.
+    // One page is kept for all taken pages. If it's excluded, nothing merges.
     let one = |page| range((A, 0x10), 4, Keep::Page(B, Vpn(page)));
     results.clear();
     assert_eq!(parts(&[one(0x87), one(0x98)], &sides, &mut results), [one(0x87)]);
@@ -155,7 +155,7 @@ fn an_abandoned_job_makes_no_further_call() {
     assert!(turn.enter() && turn.abandon());
     turn.leave();
     assert!(!turn.enter());
-    // While a job waits for a process it's outside of the kernel's lock, so others needn't wait for the job.
+    // A job that waits for a process doesn't hold the kernel's lock, so other jobs needn't wait for it.
     let turn = Turn::default();
     assert!(!turn.abandon() && !turn.enter());
     turn.leave();

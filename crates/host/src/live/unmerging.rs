@@ -21,9 +21,9 @@ use thiserror::Error;
 /// processes that make progress.
 const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
-/// If a process makes no progress for this long, it keeps its memory map locked.
+/// If a process makes no progress for this long, we assume that it keeps its memory map locked.
 const LOCKED: Duration = Duration::from_secs(1);
-/// How often we look for processes: a child forked during a pass has its parent's marks.
+/// How often we look for processes to unmerge: a child forked during a pass has its parent's marks.
 const PASSES: u32 = 5;
 
 /// Why we refuse a request.
@@ -168,7 +168,7 @@ impl LiveHost {
 
     fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, info: ProcessInfo) {
         let key = info.process.key();
-        // If another process had the pid, the next refresh notices.
+        // If the target is of another process that had the pid, the next refresh notices.
         let is_other = self.targets.get(&key.0).is_some_and(|target| target.info.process.key() != key);
         if is_other || !unmerging.found.insert(key) {
             return;

@@ -41,7 +41,7 @@ enum Try {
 /// The work on marks that must go.
 #[derive(Debug, Default)]
 pub(super) struct Withdrawing {
-    /// By pid, tries that haven't ended yet.
+    /// The tries that haven't ended yet, by pid.
     pub(super) jobs: BTreeMap<i32, WithdrawJob>,
     /// Marks that we withdrew and the engine hasn't accounted for yet.
     pub(super) outcome: Outcome,
@@ -52,7 +52,7 @@ type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
 /// The marks that we wanted to remove, and the results.
 #[derive(Debug)]
 pub(super) struct Withdrawal {
-    /// The marks before.
+    /// The marks before we removed any.
     state: MarkState,
     /// The calls that remove the marks. Empty if no mark is left.
     calls: Vec<Call>,
@@ -99,7 +99,7 @@ impl LiveHost {
         if calls.is_empty() && ran.is_ok() {
             target.count_unmerged(state.merged_kib, Pages(0), 0);
             target.request.done.given_back.0 += copied.bytes().0;
-            // A job that began earlier may have been for other marks.
+            // The job may have begun earlier, for marks other than the ones that must go now.
             if is_new {
                 target.set_settled();
                 return Try::Settled;
@@ -126,12 +126,12 @@ impl LiveHost {
     }
 
     /// Tries to remove marks of a process, or looks whether an earlier try has ended. `None` if we did nothing, or if
-    /// that try is still under way.
+    /// the earlier try hasn't ended.
     fn try_to_withdraw(&mut self, pid: i32, now_ns: u64) -> Option<Withdrawal> {
         let target = self.targets.get_mut(&pid)?;
         let injector = &self.actuator.as_ref()?.injector;
         let tried = if let Some(job) = self.withdrawing.jobs.remove(&pid) {
-            // We waited for the job when it began.
+            // We waited for the job when it began, and now only look.
             job.poll()
         } else {
             if let Err(error) = target.admit() {
@@ -144,7 +144,7 @@ impl LiveHost {
         };
         match tried {
             Ok(Ok(withdrawal)) => return Some(withdrawal),
-            // The next refresh removes it.
+            // The process has ended. The next refresh removes the target.
             Ok(Err(ReadError::Vanished { .. })) => {}
             Ok(Err(error)) => target.put_off(now_ns, error.into()),
             Err(mut job) => {
@@ -169,7 +169,7 @@ impl LiveHost {
         let is_requested = pending.is_some_and(|pending| pending.marks == Marks::All);
         let why = if is_requested { Why::Asked } else { Why::Excluded };
         let mut unmarked = Pages(0);
-        // In the order of the mappings.
+        // The calls are in the order of the mappings.
         let mut made = calls.iter().zip(&report.results).peekable();
         for &(start, end) in &state.marked {
             let was_tried = made.peek().is_some();
@@ -189,7 +189,7 @@ impl LiveHost {
             }
             self.events.push(Event::Withdrawn { pid, result, reason: reason.clone() });
             if !was_tried {
-                // We haven't tried the calls after this one either.
+                // We haven't tried the calls for later mappings, either.
                 break;
             }
         }
@@ -208,7 +208,7 @@ fn withdraw_job(
     let injector = injector.handle();
     move || {
         let program = ProgramId::of(&process)?;
-        // A mark that we no longer wait for may still be made.
+        // A marking call that we stopped waiting for may still be made. So we first make the injector wait for its end.
         let made = injector.run_first(&process, &program, &[], &Limits::default());
         let state = mark_state(&process, marks)?;
         let calls = state.calls(step_bytes(&process)?);

@@ -66,8 +66,8 @@ pub enum Ready<'fd> {
     Write(BorrowedFd<'fd>),
 }
 
-/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are:
-/// maybe none, because a signal ends the wait.
+/// Waits until one of these is ready or has failed, for at most `limit` (`None`: for ever). Returns which ones are
+/// ready. That may be none, because a signal ends the wait.
 pub fn wait_for(of: &[Ready<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> = of
         .iter()

@@ -9,7 +9,7 @@ use pagefold_ksm::request::Carrier;
 
 /// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
 const OLDEST: Release = Release(6, 4);
-/// First kernel with inheritance through exec, `KSM:` in smaps and PAGEMAP_SCAN.
+/// First kernel where the mark of all memory survives exec, and with `KSM:` in smaps and PAGEMAP_SCAN.
 const FULL: Release = Release(6, 7);
 
 pub(super) fn kernel(facts: &MachineFacts) -> Finding {
@@ -139,7 +139,7 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
             "systemctl disable --now ksmtuned",
         );
     }
-    // A running pagefold accounts for the memory that it has marked.
+    // If pagefold is running, memory that its process hasn't marked itself counts as marked by pagefold.
     let is_running = facts.lock_holder.known().is_some();
     let mut others = users.clone();
     others.retain(|user| user.is_marked_by_itself || !is_running);
