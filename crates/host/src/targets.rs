@@ -30,7 +30,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// If a list of mappings took us long to read, it may be this old.
+/// If we read a list of mappings in the background, the list may be this old when we use it.
 const LISTING_FRESH: Duration = Duration::from_secs(10);
 
 /// One process in scope.
@@ -50,11 +50,11 @@ pub struct Target {
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
-    /// We leave it alone if it has more than this.
+    /// We leave the process alone if it has more regions than this.
     pub(crate) regions_most: usize,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
-    /// Where it had huge pages.
+    /// Where the process had huge pages.
     pub(crate) huge: HugeMappings,
     /// Marks that must go.
     pub pending: Option<PendingUnmark>,
@@ -68,7 +68,7 @@ pub struct Target {
     surveys: Surveys,
     /// A read of its memory that hasn't returned in time.
     late_read: Option<Pending>,
-    /// If it's a read by [`Self::mappings_now`]: the mappings that it finds, and when.
+    /// If the late read is by [`Self::mappings_now`]: gets the mappings, and when they were read.
     listing: Option<Receiver<Result<Listed, ReadError>>>,
 }
 
@@ -115,12 +115,12 @@ impl Target {
         self.surveys.are_known || self.exclusion.is_some()
     }
 
-    /// Whether it's here only to be listed: it matches by name only, or has left the scope.
+    /// Whether it's a target only to be listed: it matches by name only, or has left the scope.
     pub(crate) fn is_stranger(&self) -> bool {
         self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
 
-    /// Whether we may read nothing more now: a read of its memory hasn't returned, or didn't return in time a short
+    /// Whether we may read nothing more now: a read of its memory hasn't returned yet, or has come too late a short
     /// while ago.
     pub(crate) fn has_timed_out(&self) -> bool {
         self.late_read.as_ref().is_some_and(|pending| !pending.is_over())
@@ -128,7 +128,7 @@ impl Target {
             || READS.is_in_force(&self.info.process)
     }
 
-    /// Whether a read of its memory makes no progress, or earlier reads have made none again and again.
+    /// Whether a read of its memory makes no progress, or earlier reads have stalled again and again.
     pub(crate) fn is_blocked(&mut self) -> bool {
         let survey = self.surveys.running.as_mut().map(|survey| &mut survey.job.pending);
         self.late_read.iter_mut().chain(survey).any(Pending::is_stuck) || READS.pause(&self.info.process) > LIMIT
@@ -161,7 +161,7 @@ impl Target {
         })
     }
 
-    /// Its mappings. If reading them takes long, we go on in the background, and a later call returns them.
+    /// The process's mappings. If reading them takes long, we go on in the background, and a later call returns them.
     pub(crate) fn mappings_now(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
         self.mappings_by(read_smaps)
     }
@@ -189,7 +189,7 @@ impl Target {
         }
     }
 
-    /// Leaves behind a thread that's busy with the process. It counts as a stall once the process itself has kept the
+    /// Abandons a thread that's busy with the process. This counts as a stall only once the process itself has kept the
     /// thread waiting for long enough: others may have used up our patience, or the injector's time.
     pub(crate) fn leave(&self, pending: &mut Pending) {
         if !pending.waits_for_target() {
@@ -279,7 +279,7 @@ impl Target {
             changed |= self.recheck(now_ns, processes, judge)?;
         }
         self.on_probation = !self.is_excluded() && !self.surveys.are_known && self.may_end_soon(now_ns, judge.history);
-        // While we couldn't read the process, we showed that as the reason.
+        // We may have shown another reason while we couldn't read the process.
         changed |= self.show_excluded();
         if self.is_excluded() || self.on_probation {
             return Ok(changed);
@@ -321,8 +321,8 @@ impl Target {
         Some(FamilyKey(mix(self.image()? ^ u64::from(self.surveys.mapped.max(1).ilog2()))))
     }
 
-    /// Leaves the process alone. Returns whether that's new. If the reason doesn't withdraw marks, it may pass, so we
-    /// keep the marks and the regions.
+    /// Leaves the process alone. Returns whether that's new. If something is marked and the reason doesn't withdraw
+    /// marks, we also keep the regions, because such a reason may pass.
     pub(crate) fn leave_alone(&mut self, why: Exclusion) -> bool {
         let keeps_marks = self.marks.are_set && !why.withdraws_marks();
         let mut changed = self.exclusion.as_ref() != Some(&why);

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 const SECOND: u64 = 1_000_000_000;
-/// Where the child maps, one mapping after the other, and where it moves one, far from its other mappings.
+/// The child maps at `FIRST` and each `STEP` after it, and moves a mapping to `AWAY`, far from the others.
 const FIRST: usize = 0x10_0000_0000;
 const STEP: usize = 64 << 20;
 const AWAY: usize = 0x20_0000_0000;
@@ -83,7 +83,7 @@ fn serve_requests(line: &UnixStream) -> ! {
                     mapped == at && libc::madvise(at, 4096, libc::MADV_POPULATE_WRITE) == 0
                 }
                 b'l' => {
-                    // Until the next request.
+                    // Maps and unmaps until the next request.
                     libc::write(fd, order.as_ptr().cast(), 1);
                     let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
                     while libc::recv(fd, order.as_mut_ptr().cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) < 0 {
@@ -200,7 +200,7 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         }
         assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.on_probation);
     }
-    // We don't forget it once we know it.
+    // Once we know a process, it's not put on probation again.
     let mut watched = Watched::new();
     watched.forget();
     watched.refresh_after(0);
@@ -265,7 +265,7 @@ fn a_mapping_that_was_removed_and_created_again_between_surveys_is_a_new_region(
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
     let (_, first) = watched.at(FIRST).unwrap();
-    // Too soon for a survey, but we record the smaller size.
+    // It's too soon for a survey, but we record the smaller size.
     watched.child.request(b'u');
     assert!(!watched.refresh_after(1));
     watched.child.request(b'm');
@@ -307,7 +307,7 @@ fn a_restless_program_keeps_no_locked_memory_merged() {
     watched.refresh_after(2 * SECOND);
     assert!(watched.at(FIRST).is_none() && watched.target.exclusion == Some(Exclusion::Restless));
     assert!(watched.target.left_out.iter().any(|(_, _, why)| *why == Exclusion::Locked));
-    // Afterwards it's as before.
+    // Once the time is over, we don't leave the process alone any more.
     watched.refresh_after(LEFT_ALONE_NS);
     assert!(watched.target.exclusion.is_none());
 }
@@ -371,7 +371,7 @@ fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
     assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
 }
 
-/// A program that marks its own memory has chosen that itself. We wait for programs that an earlier run has marked.
+/// We wait only for programs that an earlier run has marked: a program that marks its own memory has chosen to.
 #[test]
 fn only_our_own_marks_in_other_domains_are_waited_for() {
     for is_recorded in [false, true] {
@@ -390,7 +390,7 @@ fn only_our_own_marks_in_other_domains_are_waited_for() {
         if !is_recorded {
             continue;
         }
-        // We remove all marks again and again, and each time it makes others.
+        // We remove all marks again and again, and each time the program makes others.
         for try_number in 1..=PASSES {
             assert!(watched.target.has_foreign_marks(other));
             assert_eq!(watched.target.set_unmarked(watched.now_ns), try_number < PASSES);
@@ -450,7 +450,7 @@ fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
     }
 }
 
-/// We've run out of patience because of others, or it's the injector that takes long: neither is a stall of the process.
+/// If other processes have used up our patience, or the injector takes long, the process hasn't stalled.
 #[test]
 fn a_process_does_not_pay_for_the_delays_of_others() {
     let mut watched = Watched::new();
@@ -472,7 +472,7 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
         watched.target.leave(&mut job.pending);
     }
     assert!(READS.pause(&process).is_zero() && !READS.is_in_force(&process));
-    // Its own delay is one.
+    // If the process itself keeps us waiting, it has stalled.
     let mut job = Job::start(|| std::thread::sleep(PATIENCE * 3)).wait(PATIENCE).unwrap_err();
     watched.target.leave(&mut job.pending);
     assert!(READS.is_in_force(&process) && READS.pause(&process).is_zero());
@@ -481,8 +481,8 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
     assert!(!READS.pause(&process).is_zero());
 }
 
-/// A program can make our reads compute for long, by mappings with long names. We wait no longer than for a sleeping
-/// one, and use the result later.
+/// By mappings with long names, a program can make our reads compute for long. We wait no longer for such a read than
+/// for one that sleeps, and use the result later.
 #[test]
 fn a_read_that_computes_for_long_goes_on_without_us() {
     let mut watched = Watched::new();

@@ -50,7 +50,7 @@ fn host(program: &Program, stop: &Arc<AtomicBool>) -> Option<LiveHost> {
     Some(LiveHost::new(spec, Roots::default(), DenyList::default(), ksm, HostMode::DryRun, stop.clone()).unwrap())
 }
 
-/// Observes until a process that has just started is settled.
+/// Observes until the targets stay unchanged for a whole wait.
 fn settle(host: &mut LiveHost) {
     let mut waited = Instant::now();
     while waited.elapsed() < Duration::from_millis(1_300) {

@@ -4,8 +4,8 @@ use super::ProcessInfo;
 use super::opt_out::OptOut;
 use super::workload::Workload;
 
-/// Programs that we never mark, because they hold keys, passwords or web pages, and the exceptions from owners'
-/// opt-outs. An entry is the base name of a program, or a prefix followed by `*`.
+/// Programs that we never mark, because they hold keys, passwords or web pages. Also the names whose opt-outs the
+/// administrator overrides. An entry is the base name of a program, or a prefix followed by `*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
     /// The first entry that matches decides.
@@ -139,8 +139,8 @@ impl DenyList {
 
     /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so
     /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
-    /// whether only root can have given the program a name (its own, or that of a link to it): any user can give other
-    /// files any name.
+    /// whether only root can have given the program a name (its own, or the name of a link to it). Any user can give
+    /// other files any name.
     pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&str> {
         match self.deciding(name, is_trusted) {
             Some(entry) if entry.denied => Some(&entry.name),
@@ -158,7 +158,7 @@ impl DenyList {
             if entry.matches(name) {
                 return entry.denied || is_trusted(name);
             }
-            // python3 is a link to python3.11.
+            // The entry may name a link: python3 is a link to python3.11.
             !entry.denied && is_trusted(entry.name.as_bytes())
         })
     }

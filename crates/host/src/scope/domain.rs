@@ -35,15 +35,15 @@ impl DomainRules {
     /// Name of the domain of a process. `notes` gets a sentence for each rule that seems to match and doesn't.
     pub fn domain_of(&self, info: &ProcessInfo, notes: &mut Vec<String>) -> String {
         match &info.cgroups.domain {
-            // We leave it alone, so it doesn't take up a domain.
+            // We leave an untrusted process alone, so it doesn't take up a domain.
             _ if info.distrust.is_some() => DEFAULT.to_owned(),
             Some(attribute) if !attribute.is_empty() => attribute.clone(),
             _ => self.name_by(first_match(&self.rules, info, "trust domain", notes), info.uid()),
         }
     }
 
-    /// Name of the domain to merge with ksmd: the configured one, or else root's. No process can choose it: rules by
-    /// cgroup or program don't name root's domain.
+    /// Name of the domain to merge with ksmd: the configured one, or else root's. Rules by cgroup or program don't
+    /// count for root's domain, because processes could choose it by them.
     pub fn merged(&self) -> String {
         if let Some(name) = &self.merge {
             return name.clone();
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(domain(&rules, &ProcessInfo { exe: Some(own), ..web() }), "a");
         assert_eq!(domain(&rules, &ProcessInfo::fixture("nginx", 33, None)), "c");
         assert_eq!(domain(&rules, &in_domain("d")), "d");
-        // An empty value.
+        // An empty value sets no domain.
         assert_eq!(domain(&rules, &in_domain("")), "b");
         assert_eq!(domain(&rules, &ProcessInfo::fixture("nginx", 34, None)), "user:34");
     }
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(merged(true, Vec::new(), None), "user:0");
         assert_eq!(merged(true, root(), None), "system");
         assert_eq!(merged(true, root(), Some("web")), "web");
-        // A rule by cgroup or program doesn't name root's domain.
+        // Root's domain doesn't depend on rules by cgroup or program.
         let services = vec![rule("a", &Selector::Cgroup("/".into())), rule("b", &Selector::Exe("sh".into()))];
         assert_eq!(merged(false, services, None), DEFAULT);
     }
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn a_program_that_its_user_named_falls_to_the_next_rule() {
-        // No executable: a name set by the program itself.
+        // Without an executable the name is the one that the program has set itself.
         let rules = vec![rule("web", &Selector::Exe("nginx".into()))];
         let rules = DomainRules { by_user: true, rules, merge: None };
         assert_eq!(domain(&rules, &web()), "user:33");

@@ -9,9 +9,9 @@
 //!
 //! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
 //! users, and for processes of our own user that have capabilities which we've dropped (the check fails for these as
-//! well). [`ask_inside`] makes such a process query it, which stops it once; a scan asks from within its namespace. If
-//! that's impossible, for example while it sleeps uninterruptibly, the result is `Unknown`, and we leave the process
-//! alone until it has answered.
+//! well). [`ask_inside`] makes such a process query it, which stops the process once; without an injector, a child of
+//! ours makes the check from within the process's namespace. If neither is possible, for example while the process
+//! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
 
 use super::{ProcessInfo, dumpable_beside};
 use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
@@ -177,7 +177,8 @@ pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
         read => id_inside(&read?, user) == Some(0),
     };
     Ok(match user {
-        // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
+        // We only check in our own namespace: the check passes for the owner of another one, whether the process is
+        // dumpable or not.
         0 if is_in_our_user_namespace(process)? => check_access(process.pid(), &info.status),
         0 => Dumpable::Unknown,
         _ if is_namespace_root => Dumpable::Unknown,
@@ -233,8 +234,8 @@ fn check_access(pid: i32, status: &Status) -> Dumpable {
     }
 }
 
-/// Makes the access check (PTRACE_MODE_READ, real credentials) by get_robust_list, which only reads and costs little. It
-/// compares permitted capabilities, which we keep: we only drop the effective one. The error is the kernel's.
+/// Makes the access check (PTRACE_MODE_READ, real credentials) by get_robust_list, which only reads and costs little.
+/// The check compares permitted capabilities, which we keep: we only drop the effective one. The error is the kernel's.
 pub(super) fn try_access(pid: i32) -> Result<(), i32> {
     let mut head = 0usize;
     let mut length = 0usize;

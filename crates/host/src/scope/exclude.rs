@@ -67,8 +67,8 @@ pub enum Exclusion {
     Stuck,
     /// It runs 32-bit code, which we can't mark, and hasn't marked itself.
     Bits32,
-    /// It has more mappings that KSM could merge than we consider. Because of this limit, reading mappings takes bounded
-    /// memory.
+    /// It has more mappings that KSM could merge than we consider. The limit bounds the memory that reading mappings
+    /// takes.
     TooManyMappings {
         /// How many mappings we consider at most.
         most: usize,
@@ -127,8 +127,8 @@ impl Exclusion {
         )
     }
 
-    /// Whether earlier marks must go, so that KSM can't merge the memory any more. For other reasons we just don't read
-    /// or mark the memory for now.
+    /// Whether earlier marks must go, so that KSM can't merge the memory any more. With other reasons we just don't
+    /// read or mark the memory for now.
     pub fn withdraws_marks(&self) -> bool {
         matches!(
             self,
@@ -152,7 +152,7 @@ impl Exclusion {
         )
     }
 
-    /// Why we leave a process alone if we can't read it. Gives back errors that aren't about this process alone.
+    /// Why we leave a process alone if we can't read it. Returns errors that aren't about this process alone.
     pub fn of_unreadable(error: ReadError) -> Result<Self, ReadError> {
         match error {
             ReadError::Denied { .. } => Ok(Self::NotReadable),
@@ -162,7 +162,7 @@ impl Exclusion {
         }
     }
 
-    /// Whether the reason can go away without the process running.
+    /// Whether the reason can go away although the process doesn't run.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
     }
@@ -293,7 +293,7 @@ pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, d
     judged
 }
 
-/// Why we must leave a process alone, if we must, by facts that we've just read. Nobody has opted the process out.
+/// Why we must leave a process alone, if we must, by facts that we've just read. Opt-outs are judged before this.
 pub(crate) fn exclusion_of(
     info: &ProcessInfo,
     dumpable: Dumpable,
@@ -304,15 +304,15 @@ pub(crate) fn exclusion_of(
     if by_rule.is_some() {
         return by_rule;
     }
-    // The injector knows no 32-bit calls: it can neither mark such a process nor ask it. On request there's nothing to mark,
-    // and only root's processes must be asked.
+    // The injector knows no 32-bit calls: it can neither mark such a process nor ask whether it's dumpable. On request
+    // there's nothing to mark, and we must ask only root's processes.
     if info.needs_exec && (mechanism == Mechanism::Ksmd || info.uid() == 0 || dumpable == Dumpable::Unknown) {
         return Some(Exclusion::Bits32);
     }
     if is_allowed(info, deny) {
         return None;
     }
-    // Last, because asking stops the process.
+    // We ask last, because asking stops the process.
     let answer = match dumpable {
         // It has marked itself, so ksmd merges it whatever we do.
         Dumpable::Unknown if info.is_32_bit => Dumpable::Yes,

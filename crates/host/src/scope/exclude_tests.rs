@@ -8,7 +8,7 @@ fn info() -> ProcessInfo {
     ProcessInfo::fixture("redis-server", 0, None)
 }
 
-/// The same process, changed.
+/// The process of `info`, changed.
 fn with(change: impl FnOnce(&mut ProcessInfo)) -> ProcessInfo {
     let mut info = info();
     change(&mut info);

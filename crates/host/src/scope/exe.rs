@@ -3,10 +3,10 @@
 //! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So
 //! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
-//! belong to root, and no other user may write them. An upgrade may replace the file while the program is running. We
-//! still know the program by that path if the file that it runs is root's alone and was on the same mount as the
-//! directory, or on a copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only
-//! exclude match by name as well.
+//! belong to root, and no other user may write them. An upgrade may replace the file while the program is running. Then
+//! we go by the same path if the file that runs is root's alone and was on the same mount as the directory, or on a
+//! copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only exclude match by name as
+//! well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;
@@ -109,7 +109,7 @@ impl Exe {
         let Some(path) = exe_of(process)? else { return Ok(None) };
         let file = match process.open_with("exe", OFlags::PATH) {
             Ok(file) => Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?),
-            // A test's tree names files that don't exist.
+            // In a test's tree the executable may be missing.
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
         };
@@ -136,7 +136,7 @@ impl Exe {
             if !is_roots_alone(file.uid, file.mode) {
                 return Err(Distrust::Deleted);
             }
-            // We first check step by step, which asks no file system that a program provides.
+            // We check step by step first, so that we ask no file system that a program provides.
             only_roots(directory, None)?;
             let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
             if file.mount == mount || self.is_on_a_copy_of(mount) { Ok(()) } else { Err(Distrust::Deleted) }
@@ -153,7 +153,7 @@ impl Exe {
         self.place.is_some() && self.place.as_deref() == place_of(&mounts, mount)
     }
 
-    /// How it matches a selector. `comm` is the command name.
+    /// How the executable matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
         let is_named = is_named(selector, Some(&self.path), comm);
         match self.trust() {
@@ -200,7 +200,8 @@ pub(crate) fn is_named(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool 
     name == selector || comm == selector || truncated
 }
 
-/// Whether only root can change what this path leads to, which must be `id` if given. The path must have no links.
+/// Whether only root can change the file or directory at this path. If `id` is given it must be that file. The path
+/// must have no links.
 fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
     let mut walked = PathBuf::new();
     let mut last_mount = None;
@@ -211,7 +212,7 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
         }
         walked.push(component);
         let found = Found::of_path(&walked).map_err(|_| Distrust::Elsewhere)?;
-        // We ask this before we ask the file system, because a program may leave a request unanswered.
+        // We check the mount before we ask its file system, because a program that provides one may not answer.
         if last_mount.replace(found.mount) != Some(found.mount) && is_provided(found.mount) {
             return Err(Distrust::Provided);
         }
@@ -260,7 +261,8 @@ fn place_of(mountinfo: &[u8], mount: u64) -> Option<&[u8]> {
     None
 }
 
-/// The same among the mounts of a process whose root is called `/` like ours. `None` on any error.
+/// The place of a mount among a process's own mounts, if the process's root is called `/` like ours. `None` on any
+/// error.
 fn place_seen_by(process: &Process, mount: u64) -> Option<Vec<u8>> {
     /// A user can make as many mounts as `fs.mount-max` allows.
     const MOUNTINFO_BYTES: u64 = 1 << 20;

@@ -1,7 +1,7 @@
 use super::*;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
-/// A copy of a program in a directory of its own.
+/// An executable file of this name in a directory.
 fn program(directory: &Path, name: &str) -> PathBuf {
     let path = directory.join(name);
     fs::write(&path, "x").unwrap();
@@ -74,13 +74,13 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     // The link leads to the new file.
     program(directory.path(), "server");
     assert_eq!(replaced(file).matches("link", b"link"), Matching::Yes);
-    // Somebody else could have written the old file, it was on another mount (in a container), or the directory isn't
-    // root's.
+    // We don't trust the path if somebody else could have written the old file, if the file was on another mount (in a
+    // container), or if the directory isn't root's.
     let not_roots = [Found { uid: 1234, ..file }, Found { mode: 0o100_777, ..file }, Found { mount: u64::MAX, ..file }];
     for file in not_roots {
         assert_eq!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
     }
-    // A service with mounts of its own runs it from a copy of the mount; a container from another one.
+    // A service with its own mounts runs the file from a copy of the mount, a container from another mount.
     let mounts = fs::read("/proc/self/mountinfo").unwrap();
     let place = place_of(&mounts, file.mount).unwrap().to_vec();
     let copied = |place: &[u8]| Exe { place: Some(place.to_vec()), ..replaced(Found { mount: u64::MAX, ..file }) };

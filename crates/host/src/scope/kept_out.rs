@@ -1,8 +1,9 @@
 //! Processes that an administrator keeps out, and the ones let in again.
 //!
-//! Each selector given to `exclude`, `unmerge` or `include` makes an entry, and the last entry that matches a process decides. So
-//! a selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process
-//! and its descendants, including later ones. We match executables by name: nobody gains anything by being kept out.
+//! Each selector given to `exclude`, `unmerge` or `include` makes an entry, and the last entry that matches a process
+//! decides. So a selector of cgroups, users or programs also decides on processes that start later. A pid stands for
+//! one process and its descendants, including later ones. We match executables by name: nobody gains anything by being
+//! kept out.
 //!
 //! Callers keep the list for the next run. A process's start time tells it from a later one with the same pid.
 
@@ -183,7 +184,7 @@ impl Entry {
         matches!(self.selector, Selector::Pid(_))
     }
 
-    /// Whether its processes have all ended, or a later entry covers them.
+    /// Whether this is an entry for a pid, and no process is left in it.
     fn is_empty(&self) -> bool {
         self.is_of_pid() && self.processes.is_empty()
     }
@@ -209,7 +210,7 @@ fn has_ended((pid, started): ProcessKey, roots: &Roots) -> bool {
     }
 }
 
-/// Whether all its threads have ended, too: after their leader's end, threads may still fork.
+/// Whether a process has ended with all its threads: after the leader's end, other threads may still fork.
 fn is_zombie(process: &Process) -> bool {
     process.stat().is_ok_and(|stat| stat.has_ended() && stat.threads <= 1)
 }

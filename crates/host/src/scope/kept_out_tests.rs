@@ -117,7 +117,8 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     fixture.start(15, 14, "web");
     fixture.kept_out.forget_ended(&fixture.tree.roots);
     assert_eq!(fixture.out(), [14, 15]);
-    // We don't mean another process with the pid. Start times of the fixture follow from pids, so we change its time.
+    // A later process with the same pid isn't kept out. Start times of the fixture follow from pids, so we change this
+    // one.
     fixture.start(30, 1, "sh");
     let stat = fixture.tree.roots.proc.join("30/stat");
     fs::write(&stat, fs::read_to_string(&stat).unwrap().replace(" 1030 ", " 2030 ")).unwrap();
@@ -131,8 +132,8 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     assert!(fixture.kept_out.entries().is_empty());
 }
 
-/// A zombie may never be reaped, so we forget it at once, but not a leader whose other threads are still alive: they
-/// may fork.
+/// A zombie may never be reaped, so we forget it at once. But we don't forget a leader whose other threads are still
+/// alive: they may fork.
 #[test]
 fn zombies_are_forgotten_but_not_their_threads() {
     let mut fixture = Fixture::new();

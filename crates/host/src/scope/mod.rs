@@ -6,7 +6,7 @@
 //! of a subtree. The owner of a cgroup may set `avoid`; the other two count only on cgroups that root alone can change.
 //! [`exe`] says how we match executables.
 //!
-//! We leave out the caller unless it's selected by pid, and kernel threads and zombies, which have no memory. We skip
+//! We leave out kernel threads and zombies, which have no memory, and the caller unless it's selected by pid. We skip
 //! processes that end during the resolution.
 
 mod attributes;
@@ -154,7 +154,7 @@ pub fn resolve_for_including(
 }
 
 /// Like [`resolve_for_undoing`], but some time later, to find processes that have started since. `found` are the
-/// earlier ones: a pid that has passed to another process selects nothing. The result may be empty.
+/// processes found earlier: a pid that has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(
     spec: &ScopeSpec,
     found: &BTreeSet<ProcessKey>,

@@ -36,9 +36,9 @@ pub struct NewProcesses {
     last_pid: Option<Vec<u8>>,
     /// Processes out of scope, with the time when we first saw them.
     outside: HashMap<i32, u64>,
-    /// The ones among them that we saw for the first time in the last list.
+    /// Processes of `outside` that we first saw after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
-    /// Whether some of them are new.
+    /// Whether we must read the next list in any case, for example because processes of `outside` are new.
     unsettled: bool,
     listed_ns: u64,
     next_list_ns: u64,

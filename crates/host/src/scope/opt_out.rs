@@ -6,9 +6,9 @@
 //! appear as well. We take a no from anyone, so nothing here asks who could have written it. Only `--override-opt-out`
 //! lets such a process in.
 //!
-//! We read the files by cgroup, for all processes in it, and again after [`VALID`]. They may be on a file system whose
-//! server doesn't respond, so we read them on a thread that we can leave behind. If we can't read something, that
-//! counts as a no.
+//! We read the files once for all processes of a cgroup, and again after [`VALID`]. They may be on a file system whose
+//! server doesn't respond, so we read them on a thread that we may abandon. If we can't read something, that counts as
+//! a no.
 
 use crate::scope::opt_out_unit;
 use crate::scope::workload::{guest_of, is_number};
@@ -161,8 +161,8 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
     }
 }
 
-/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`, either for now or from its next
-/// start. The sections after that are its snapshots.
+/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`, either now or pending for the next
+/// start. All other sections are snapshots, which don't count.
 pub fn guest_denies(text: &[u8]) -> bool {
     let mut running = false;
     let mut pending = false;
@@ -225,8 +225,8 @@ pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Resu
     Ok(text)
 }
 
-/// The names in a directory, at most `room`, which we reduce by their number. `None` if there are more, or if we can't
-/// read it. `folders` are a user's.
+/// The names in a directory. There may be at most `room`, which we reduce by their number. `None` if there are more, or
+/// if we can't read the directory. `folders` are a user's.
 pub(super) fn names_in(directory: &Path, folders: &[PathBuf], room: &mut usize) -> Option<Vec<String>> {
     let found = match find(directory, folders) {
         Err(error) if is_missing(&error) => return Some(Vec::new()),
@@ -301,7 +301,7 @@ impl Known {
             }
             for (other, entry) in entries.iter() {
                 late += usize::from(other.whose == key.whose && entry.is_late());
-                // Cgroups that are gone don't count.
+                // We don't count cgroups that nobody has asked about for a while.
                 others += u32::from(now < entry.next);
             }
         }

@@ -3,11 +3,11 @@
 //! Syntax: QEMU's qemu-options.hx and util/keyval.c. An option has one dash or two, and its value is the next argument.
 //! In the value, commas separate settings, and a doubled comma belongs to a setting's text. The last setting of a key
 //! counts. Keys may be written with underscores. A switch is off by `off`, `no`, `n` or `false`, or, before QEMU 6.0,
-//! if its name follows `no`.
+//! by a `no` before its name.
 //!
-//! A process runs QEMU if its executable is named like QEMU's. Any program may have such a name: it can only keep
-//! itself from being merged. The command line is memory of the process, which it may have rewritten, so we read it once
-//! after each exec, and only in part if it's long.
+//! A process runs QEMU if its executable is named like QEMU's. Any program may have such a name, which can only keep it
+//! from being merged. The command line is memory of the process, which may have rewritten it, so we read it once after
+//! each exec, and only in part if it's long.
 
 use crate::scope::exe::read_roots_file;
 use pagefold_procmem::os::abandonable::{advance, run_abandonable};
@@ -53,7 +53,7 @@ pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, Read
 
 /// Like [`of_process`], but without blocking for long.
 pub(crate) fn of_process_in_time(process: &Arc<Process>) -> Result<Option<&'static str>, ReadError> {
-    // The thread that we may leave behind needs its own reference.
+    // The thread that we may abandon needs its own reference.
     let same = process.clone();
     run_abandonable(move || of_process(&same)).unwrap_or_else(|_| {
         let late = io::Error::new(io::ErrorKind::TimedOut, "it does not answer");

@@ -224,7 +224,7 @@ fn instances_have_the_settings_of_their_template() {
     root.write("/run/systemd/transient/getty-x@tty1.service", "");
     root.write("/etc/systemd/system/getty-@.service.d/30.conf", YES);
     assert_eq!(tty(), None);
-    // Masked.
+    // A masked unit counts as empty.
     root.remove("/usr/lib/systemd/system/getty-x@tty1.service.d/20.conf");
     root.remove("/usr/lib/systemd/system/getty-x@.service.d/10.conf");
     root.remove("/etc/systemd/system/getty-@.service.d/30.conf");
@@ -252,7 +252,7 @@ fn links_below_the_folders_of_a_user_are_not_followed() {
     symlink(inside("linked"), &drop_ins).unwrap();
     assert_eq!(read(path, root.0.path()), unknown);
     fs::remove_file(&drop_ins).unwrap();
-    // The folder above them.
+    // Nor do we follow a link in place of a folder above.
     fs::rename(inside("home/alice/.config"), inside("moved")).unwrap();
     symlink(inside("moved"), inside("home/alice/.config")).unwrap();
     assert_eq!(read(path, root.0.path()), unknown);
@@ -275,7 +275,7 @@ fn users_opt_out_by_their_own_units() {
         "/run/user/1000/systemd/transient/app-x.service",
         "/home/alice/.local/share/systemd/user/app-x.service.d/a.conf",
         "/usr/lib/systemd/user/app-.service.d/a.conf",
-        // Everything that a user runs.
+        // Applies to everything that a user runs.
         "/etc/systemd/system/user@.service.d/a.conf",
     ] {
         root.write(file, NO);

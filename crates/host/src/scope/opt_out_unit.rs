@@ -5,11 +5,10 @@
 //! into. Cgroups further down belong to the unit itself, such as a container, whose unit files aren't on this machine's
 //! paths.
 //!
-//! We read the files of systemd.unit(5), in its order of precedence: the first directory with the unit in it gives its
-//! main file, and the first one with a drop-in gives this drop-in. Drop-ins follow the main file in the order of their
-//! names, and the last assignment counts. We read them as they are now, whether or not systemd has loaded them. We
-//! don't search drop-ins under other names (aliases) of the unit, nor the home directories of users that aren't in
-//! /etc/passwd.
+//! We read the files of systemd.unit(5), in its order of precedence: a unit's main file comes from the first directory
+//! that has one, and so does each drop-in. Drop-ins follow the main file in the order of their names, and the last
+//! assignment counts. We read them as they are now, whether or not systemd has loaded them. We don't search drop-ins
+//! under other names (aliases) of the unit, nor the home directories of users that aren't in /etc/passwd.
 
 use super::opt_out::{FILE_MOST, OptOut, below, names_in, read_file};
 use std::collections::BTreeMap;
@@ -78,7 +77,7 @@ pub(super) fn of_cgroup(path: &str, root: &Path) -> Vec<OptOut> {
     found
 }
 
-/// A unit, and the user of its manager if that isn't the system's.
+/// A unit. `user` is set if a user's manager runs it, rather than the system's.
 struct UnitName<'a> {
     user: Option<u32>,
     name: &'a str,
@@ -170,7 +169,7 @@ struct NotReadable;
 
 struct Unit<'a> {
     name: &'a str,
-    /// Where it may be, as paths on this machine.
+    /// Directories where its files may be, as paths on this machine.
     directories: Vec<PathBuf>,
     /// The user's folders among them, below `root`.
     folders: Vec<PathBuf>,

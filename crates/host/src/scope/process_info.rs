@@ -1,4 +1,4 @@
-//! A process, as we read it once for a check. Selectors, rules and exclusions judge it by this.
+//! The facts about a process that we read for a check. Selectors, rules and exclusions judge the process by them.
 
 use super::deny_list::DenyList;
 use super::exe::{Distrust, Exe, Matching};
@@ -25,15 +25,15 @@ pub struct ProcessInfo {
     pub name: String,
     /// Executable. `None` for kernel threads and zombies, and if we can't read it.
     pub exe: Option<Exe>,
-    /// Whether the kernel lets us read it.
+    /// Whether the kernel lets us read the process.
     pub is_readable: bool,
-    /// We read these separately, and once for all processes of a cgroup.
+    /// We read cgroups separately, and once for all processes of a cgroup.
     pub cgroups: Arc<CgroupInfo>,
     /// The selected pid: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
-    /// The selector that brought it in: a position in [`ScopeSpec`](super::ScopeSpec).
+    /// The selector that brought the process into scope: a position in [`ScopeSpec`](super::ScopeSpec).
     pub selected_by: Option<usize>,
-    /// Why that selector, an executable's name, doesn't count.
+    /// Why that selector doesn't count: it matches by a name that any user can choose.
     pub distrust: Option<Distrust>,
     /// Whether it's running a 32-bit program, and whether that program hasn't marked its memory itself. We read these
     /// separately.
@@ -46,7 +46,7 @@ pub struct ProcessInfo {
 pub struct CgroupInfo {
     /// The version 2 path or, if that is the root, the path in the version 1 memory hierarchy.
     pub path: Option<String>,
-    /// The trust domain that their attributes set.
+    /// The trust domain that the cgroups' attributes set.
     pub domain: Option<String>,
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
@@ -116,8 +116,8 @@ impl ProcessInfo {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
     }
 
-    /// Whether its program has this name, and root alone can have given it: the name of the executable, or of a link to
-    /// it that the program also calls itself by.
+    /// Whether its program has this name, and only root can have given it: the executable's name, or the name of a link
+    /// that the program also calls itself by.
     pub(super) fn is_called(&self, name: &[u8]) -> bool {
         if name == self.program() {
             return self.is_trusted();
@@ -131,8 +131,8 @@ impl ProcessInfo {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }
 
-    /// The name by which `--allow` lets its program in, as a shell reads it, if that's safe: root alone can have given
-    /// it this name, and the name stands for no other program.
+    /// The name by which `--allow` lets its program in, quoted for a shell. `None` if users other than root could give
+    /// a program this name, if the name is denied, or if it has special characters.
     pub fn allowed_as(&self, deny: &DenyList) -> Option<String> {
         let name = String::from_utf8(self.program()).ok()?;
         let is_plain = name == printable(name.as_bytes()) && !name.starts_with('-') && !name.contains('*');

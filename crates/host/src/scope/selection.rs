@@ -101,7 +101,8 @@ impl Selection {
         Ok(found)
     }
 
-    /// The descendants of named processes among these. If a process isn't among them we leave out its children, too.
+    /// The descendants of named processes, among `pids` only, each with the named process. We leave out descendants
+    /// whose parents aren't among `pids`.
     fn descendants_of_named(&self, pids: &[i32]) -> BTreeMap<i32, i32> {
         let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
         for &pid in pids {
@@ -158,7 +159,7 @@ impl Selection {
         Ok(Some(info))
     }
 
-    /// Finds the first selector that matches a process. If all that match do so by name only, it's the first of them.
+    /// Finds the first selector that matches a process. If all matches are by name only, the first of these is it.
     pub(crate) fn select(&self, info: &mut ProcessInfo) {
         info.selected_by = None;
         info.distrust = None;

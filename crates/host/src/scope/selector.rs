@@ -75,7 +75,7 @@ impl Selector {
         }
     }
 
-    /// The selector with its user looked up. A cgroup need not exist.
+    /// The selector with its user looked up. The cgroup of a selector need not exist.
     ///
     /// # Errors
     /// There is no such user, or the path leads out of the cgroup mount.
@@ -152,8 +152,8 @@ impl Matcher {
         matches!(self, Self::Cgroup(_) | Self::Workload(_))
     }
 
-    /// Whether it matches a process for a purpose that grants nothing: an executable or workload need only have the
-    /// name, even one that any user can choose.
+    /// Whether the selector matches a process for a purpose that grants nothing: an executable or workload need only
+    /// have the name, even one that any user can choose.
     pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
         match self {
             // We can't read its executable.

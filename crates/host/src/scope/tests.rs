@@ -214,7 +214,7 @@ fn processes_that_match_by_name_only_are_listed_with_the_reason() {
     };
     let exe = || Selector::Exe("redis-server".into());
     assert_eq!(found(vec![exe()]), [(10, Some(0), None), (11, Some(0), Some(Distrust::Deleted))]);
-    // Another selector brings it in.
+    // Another selector brings the second process into scope.
     let by_both = [(10, Some(0), None), (11, Some(1), None)];
     assert_eq!(found(vec![exe(), Selector::User("1002".into())]), by_both);
     assert_eq!(found(vec![exe(), Selector::Cgroup("/dba".into())]), by_both);
@@ -376,7 +376,7 @@ fn workloads_are_selected_by_name_in_every_version_of_cgroups() {
         let error = tree.pids(&by_name(kind, name)).unwrap_err();
         assert_eq!(error, format!("no process matches --{kind} {name}"));
     }
-    // The root of a container that we don't know names the cgroups in it.
+    // We don't know these containers, and each container's root names the cgroups in it.
     for (pid, inside) in
         [(25, "machine.slice/machine-c1.scope/payload"), (26, "lxc/c2"), (27, "machine.slice/c3.service")]
     {
@@ -384,7 +384,7 @@ fn workloads_are_selected_by_name_in_every_version_of_cgroups() {
         tree.process(pid, b"apache2", nginx, 0, &format!("0::/{inside}/system.slice/apache2.service\n"));
     }
     assert!(tree.pids(&by_name("unit", "apache2")).is_err());
-    // A user gave this unit its name: it counts only where nothing is granted.
+    // A user gave this unit its name, so the name counts only where it grants nothing.
     tree.process(20, b"nginx", nginx, 33, "0::/\n");
     let error = tree.pids(&by_name("unit", "nginx")).unwrap_err();
     assert!(error.ends_with("user@7.service/nginx.service could have been named by users other than root"), "{error}");

@@ -73,7 +73,7 @@ impl Workload {
     /// Whether a process goes by this name, whoever has chosen it.
     pub(super) fn names(&self, info: &ProcessInfo) -> bool {
         info.cgroups.all.iter().any(|cgroup| {
-            // Whoever is in a cgroup can make others below it.
+            // A unit can make cgroups below its own, so its name may be anywhere in the path.
             let is_below = self.kind == WorkloadKind::Unit && cgroup.path.split('/').any(|part| part == self.name);
             is_below || labels_of(&cgroup.path).iter().any(|label| label.is_called(self))
         })
@@ -103,7 +103,7 @@ pub fn workload_of_process(process: &Process) -> Option<Workload> {
 
 /// The workload of a process with these cgroups.
 pub fn workload_of_cgroups(cgroups: &[Cgroup]) -> Option<Workload> {
-    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one.
+    // systemd's own hierarchy says most. If there's none we take version 2's, or else the deepest.
     let depth = |cgroup: &Cgroup| cgroup.path.split('/').filter(|part| !part.is_empty()).count();
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), depth(cgroup)));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
@@ -130,7 +130,7 @@ fn name_of(path: &str) -> Option<Workload> {
 #[derive(Debug)]
 pub(super) struct Label<'a> {
     pub(super) kind: WorkloadKind,
-    /// A unit's name with its escapes; a whole identifier.
+    /// The name as in the path: a unit's has its escapes, and identifiers have all digits.
     name: String,
     /// The path of the cgroup that contains the named one.
     pub(super) parent: &'a str,
@@ -170,8 +170,8 @@ impl Label<'_> {
         false
     }
 
-    /// Whether the cgroups above are the system's own: a service, and the root of a container that we don't know, can
-    /// create others below them.
+    /// Whether only the system can have made this cgroup, by the cgroups above it: a service, or the root of a
+    /// container that we don't know, can make others below its own.
     pub(super) fn is_systems(&self) -> bool {
         let is_typed_unit = self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some();
         for part in self.parent.split('/') {
@@ -195,7 +195,8 @@ fn unit_type(part: &str) -> Option<&str> {
     }
 }
 
-/// The names in a cgroup's path, the outermost first. Below a container or virtual machine, its own root names cgroups.
+/// The names in a cgroup's path, the outermost first. We stop at a container or virtual machine: its own root names the
+/// cgroups below.
 pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
     let mut labels: Vec<Label<'_>> = Vec::new();
     let mut last = "";
@@ -213,12 +214,12 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
                 return labels;
             }
         } else if unit_type(part).is_some() {
-            // systemd escapes names that are files of cgroups.
+            // systemd puts an underscore before names that cgroups' files have.
             let name = part.strip_prefix('_').unwrap_or(part);
             labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent });
         }
     }
-    // Not made by systemd: the innermost cgroup.
+    // No service or other workload is in the path, so we go by the innermost cgroup.
     if !last.is_empty() && !labels.iter().any(|label| label.kind != WorkloadKind::Unit || label.is_service()) {
         let parent = path.trim_end_matches('/').strip_suffix(last).unwrap_or_default();
         labels.push(Label { kind: WorkloadKind::Unit, name: last.to_owned(), parent });
@@ -237,7 +238,7 @@ fn pod(part: &str) -> Option<(WorkloadKind, String)> {
         None if part.starts_with("kubepods") => part.rsplit_once("-pod")?.1,
         None => return None,
     };
-    // systemd's escape of a dash in a slice would mean another level.
+    // A dash in a slice's name would mean another level, so an underscore stands for it.
     let uid = uid.replace('_', "-");
     named_if(uid.len() >= 32 && is_id(&uid), WorkloadKind::Pod, &uid)
 }
@@ -374,7 +375,7 @@ mod tests {
         assert!(!is_called(unit, WorkloadKind::Unit, "worker") && !is_called(unit, WorkloadKind::Unit, "pg"));
         assert!(is_called("/batch/worker", WorkloadKind::Unit, "worker"));
         assert!(!is_called("/batch/worker", WorkloadKind::Unit, "batch"));
-        // A container names what's below it.
+        // A container's own root names the cgroups below it.
         let inner = format!("/system.slice/docker-{id}.scope/system.slice/nginx.service");
         assert!(!is_called(&inner, WorkloadKind::Unit, "nginx") && is_called(&inner, WorkloadKind::Container, &id));
         assert!(is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "104"));

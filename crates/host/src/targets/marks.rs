@@ -151,9 +151,9 @@ impl Target {
         }
     }
 
-    /// Records that a try has removed all the marks that it found. If it's marked again each time, its program does
-    /// that, and ours are gone; memory that must never be merged, we unmark again later. Returns whether to look again
-    /// at once.
+    /// Records that a try has removed all the marks that it found. Returns whether to look again at once. If the
+    /// process is marked again each time, its own program does that, and the marks we made are gone. Then we stop, or
+    /// unmark it again later if the memory must never be merged.
     pub(crate) fn set_unmarked(&mut self, now_ns: u64) -> bool {
         let Some(pending) = &mut self.pending else { return false };
         pending.passes += 1;

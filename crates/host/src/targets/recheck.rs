@@ -1,9 +1,9 @@
 //! Checks of a target: every [`RECHECK_MIN_NS`] we read again the facts that our verdict on the process rests on.
 //!
 //! A process changes its user, executable, program and dumpable attribute only while it runs, and its CPU time shows us
-//! at little cost that it hasn't run. Others change its cgroup and the cgroup's attributes, so we read them each time.
-//! If a change excludes the process, or moves it to another trust domain, we unmark its memory before we mark anything
-//! else. After an exec we start from scratch.
+//! at little cost that it hasn't run. Its cgroup and the cgroup's attributes can be changed by others, so we read them
+//! each time. If a change excludes the process, or moves it to another trust domain, we unmark its memory before we
+//! mark anything else. After an exec we start from scratch.
 
 use super::{Marks, Target};
 use crate::huge_mappings::HugeMappings;
@@ -51,12 +51,12 @@ struct CheckedProgram {
     image: u64,
     /// Its address space, unless we must not read the process. After an exec it's gone.
     space: Option<AddressSpace>,
-    /// The attribute as we see it from outside. If it's unknown we've asked the process itself, possibly before it last
-    /// ran.
+    /// The dumpable attribute as we see it from outside. If it's unknown we've asked the process itself, maybe before
+    /// the process last ran.
     dumpable: Dumpable,
     command_line: CommandLine,
-    /// The process's CPU time before the last check. If it hasn't run since, it needn't be checked. `None`: check it
-    /// anyway.
+    /// The process's CPU time before the last check. If it's the same now, the process hasn't run, and needn't be
+    /// checked. `None`: check it anyway.
     cpu_ns: Option<u64>,
 }
 
@@ -269,7 +269,8 @@ impl Target {
         false
     }
 
-    /// Adopts a verdict. `former` is the domain that its memory was marked in. Returns whether anything has changed.
+    /// Adopts a verdict. `former` is the domain that the process's memory was marked in. Returns whether anything has
+    /// changed.
     fn adopt_verdict(&mut self, verdict: Verdict, former: Option<DomainKey>) -> bool {
         let Verdict { domain, domain_name, mut excluded, overridden, group, notes } = verdict;
         let mut changed = self.group != group;

@@ -58,7 +58,7 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
-    /// Whether it has locked or unlocked memory since.
+    /// Whether the process has locked or unlocked memory since the last survey.
     pub(super) are_locks_new: bool,
     /// At some time since the last survey, the address space was smaller by this many pages.
     dipped: u64,
@@ -90,7 +90,7 @@ pub(super) struct Listing {
     /// Hash of the list of mappings.
     maps: u64,
     details: Result<Vec<VmaDetail>, ReadError>,
-    /// The CPU time for the list of mappings alone, and for all.
+    /// The CPU time spent on the list of mappings alone, and in all.
     maps_cost_ns: u64,
     cost_ns: u64,
 }
@@ -103,7 +103,7 @@ pub(super) struct LastSurvey {
     pub(super) cost_ns: u64,
     /// Hash of the list of mappings.
     maps: u64,
-    /// Whether the mappings have changed since.
+    /// Whether the mappings have changed since the survey.
     has_changed: bool,
     pub(super) next_maps_ns: u64,
 }
@@ -111,8 +111,8 @@ pub(super) struct LastSurvey {
 impl Listing {
     fn of(process: &Process) -> Result<Self, ReadError> {
         let before_ns = thread_cpu_ns();
-        // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
-        // injector do, so we find a locked map here. The survey reports other errors.
+        // Recent kernels read the list of mappings without the mmap lock. But pagemap takes the lock, as the survey and
+        // the injector do, so we find out here if it's held. The survey reports other errors.
         let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
         let maps = maps_hash(process)?;
         let maps_cost_ns = thread_cpu_ns() - before_ns;
@@ -122,7 +122,7 @@ impl Listing {
 }
 
 impl LastSurvey {
-    /// Whether the share of the time allows the next one: the less has changed, the less time it may take.
+    /// Whether the next survey may take its share of the time now: the less has changed, the smaller the share.
     fn is_due(&self, now_ns: u64, processes: u64, sizes: &Sizes, target: &Target) -> bool {
         let before = self.start.sizes;
         let drift = sizes.resident.abs_diff(before.resident);
@@ -182,7 +182,7 @@ impl Target {
         }
     }
 
-    /// Adopts the result of a survey that was still under way. `None` if there is none, or it still is.
+    /// Adopts the result of a survey that was still under way. `None` if there was none, or it hasn't ended yet.
     pub(super) fn poll_survey(&mut self, new_key: impl FnMut() -> RegionKey) -> Option<Result<bool, ReadError>> {
         let RunningSurvey { job, start } = self.surveys.running.take()?;
         match job.poll() {
@@ -311,7 +311,7 @@ impl Target {
         Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
     }
 
-    /// Leaves a process alone whose mappings we don't know or keep, so none of its marks may stay.
+    /// Leaves a process alone. None of its marks may stay, because we don't know its mappings, or don't keep them.
     fn leave_unmarked(&mut self, why: Exclusion, former: Option<Exclusion>) -> bool {
         if self.marks.are_set {
             self.request_unmark(why.clone(), Marks::Mappings);
