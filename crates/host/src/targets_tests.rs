@@ -170,7 +170,7 @@ impl Watched {
         }
     }
 
-    /// Makes it a process that has just appeared.
+    /// Turns the target into a process that has just appeared.
     fn forget(&mut self) {
         self.target.forget_memory();
         self.target.appeared_ns = Some(self.now_ns);

@@ -24,7 +24,7 @@ const BYTES: usize = PAGES * PAGE_SIZE;
 /// pages for a while, and other programs need a margin.
 const ROOM: Bytes = Bytes(36 << 20);
 
-/// Whether huge pages are enabled at all. MADV_COLLAPSE itself doesn't ask.
+/// Whether huge pages are enabled at all. MADV_COLLAPSE itself ignores this setting.
 pub fn is_wanted() -> bool {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     matches!(chosen(&mode), Some(mode) if mode != "never")

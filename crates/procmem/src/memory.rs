@@ -490,8 +490,8 @@ struct FoundFrame {
 }
 
 impl FoundFrame {
-    /// `None` if the page table entry shows that the page can't be merged, shared through fork or the zero page. We
-    /// include pages that nobody else maps only with `lone`.
+    /// `None` if the page is, by its page table entry, neither merged nor shared through fork nor the zero page. With
+    /// `lone` we include pages that nobody else maps, which may be merged.
     fn of(page: u64, entry: PagemapEntry, lone: bool) -> Option<Self> {
         let exclusive = entry.exclusive();
         if !entry.present() || entry.file_or_shared() || exclusive && !lone {

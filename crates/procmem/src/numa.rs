@@ -33,8 +33,8 @@ fn allowed_list(status: &[u8], key: &str) -> Option<NumberList> {
     NumberList::parse(std::str::from_utf8(field(status, key)?).ok()?)
 }
 
-/// While this exists, our thread prefers to allocate memory on the home node of a process. The copies of pages that we
-/// cause in other processes follow our memory policy, not theirs.
+/// While this exists, our thread prefers to allocate memory on the home node of a process. When we cause a page of
+/// another process to be copied, the copy follows our memory policy, not the process's.
 #[derive(Debug)]
 pub struct PreferNode(());
 

@@ -147,7 +147,7 @@ pub struct MachineFacts {
     pub release_text: String,
     /// KSM's knobs and counters.
     pub ksm: Fact<(Knobs, KsmCounters)>,
-    /// The kernel or its module, whichever merges on request.
+    /// Whether the kernel itself or its module merges on request.
     pub request: Fact<Carrier>,
     /// Whether the module that merges on request is installed for this kernel.
     pub request_module: Fact<()>,

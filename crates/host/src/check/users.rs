@@ -93,7 +93,7 @@ pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     let mut mappings = Vec::new();
     let mut zeros: BTreeMap<u64, Pages> = BTreeMap::new();
     for user in users.iter().filter(|user| user.merged_bytes > 0) {
-        // A process that has just ended holds nothing.
+        // A process that has just ended has no memory.
         let Ok(process) = Process::open_at(proc, user.pid) else { continue };
         let found = Job::start(move || Merged::of(&process)).wait(LIMIT).ok()?.ok()?;
         let most = zeros.entry(found.family).or_default();

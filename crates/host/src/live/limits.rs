@@ -45,7 +45,7 @@ struct Group {
     read_ns: u64,
     /// When we last tried to read the limit.
     tried_ns: u64,
-    /// The beginning of the path: groups where it's equal share one part of a pass.
+    /// The beginning of the path. Groups with the same beginning share one part of a pass.
     share: PathBuf,
     /// Whether a target is directly in this cgroup, rather than below it.
     is_own: bool,

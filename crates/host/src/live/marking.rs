@@ -58,7 +58,7 @@ struct CallBatch {
     /// The program that we judged.
     program: Option<ProgramId>,
     calls: Vec<Call>,
-    /// For each call, its part of a change.
+    /// For each call, the part of a change that it makes.
     parts: Vec<Part>,
     /// The mappings with huge pages among the marked ones.
     huge: Vec<(u64, u64)>,
@@ -68,7 +68,7 @@ struct CallBatch {
 
 #[derive(Clone, Copy, Debug)]
 struct Part {
-    /// Index of its change.
+    /// Index of the change that it belongs to.
     change: usize,
     pages: Pages,
 }
@@ -271,8 +271,8 @@ impl LiveHost {
         !self.schedule.are_all_checked || self.targets.values().any(|target| target.has_foreign_marks(merged))
     }
 
-    /// Checks a process again just before we mark it. Returns whether it still is the program that we judged, and not
-    /// excluded.
+    /// Checks a process again just before we mark it. Returns whether it still runs the program that we judged, and
+    /// isn't excluded.
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let mut judge = Judge::new(&mut self.rules, &self.history);
@@ -284,7 +284,7 @@ impl LiveHost {
         is_unchanged && target.may_be_read() && target.pending.is_none()
     }
 
-    /// Records a program that we're about to mark, for later runs. Returns whether that's done.
+    /// Records a program that we're about to mark, for later runs. Returns false if we couldn't.
     pub(super) fn record_program(&mut self, pid: i32) -> bool {
         let (Some(target), Some(_)) = (self.targets.get(&pid), &self.actuator) else { return true };
         let Some(image) = target.image() else { return false };

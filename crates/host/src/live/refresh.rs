@@ -48,7 +48,7 @@ const PROGRAMS_MOST: usize = 16_384;
 /// We list this many processes that match by name only, or have left the scope. Any user can start more.
 const STRANGERS_MOST: usize = 1_000;
 
-/// A process may have this many regions, however many others have.
+/// A process may have this many regions, however many other processes have.
 const FEW_REGIONS: usize = 1_024;
 /// All processes with more regions may together have `REGIONS_MOST`, the ones of a single user `REGIONS_OF_USER_MOST`.
 /// A region takes about a kilobyte.

@@ -321,7 +321,7 @@ impl LiveHost {
         looked.ok()
     }
 
-    /// Whether we may name pages of a process now. Checks it again, unless we did just before.
+    /// Whether we may name pages of a process now. Checks the process again, unless we've just done so.
     fn may_be_named(&mut self, pid: i32, checks: &mut BTreeMap<i32, NameCheck>) -> bool {
         let now_ns = self.now_ns();
         match checks.get(&pid) {

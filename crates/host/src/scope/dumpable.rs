@@ -53,7 +53,7 @@ struct Answer {
     of: (u64, ProgramId),
     /// The last answer, and when it was given.
     last: Option<(Dumpable, Instant)>,
-    /// When to ask again, and the pause after that if it fails.
+    /// When to ask again, and how long to pause if that fails.
     next: Instant,
     pause: Duration,
 }
@@ -101,7 +101,7 @@ impl Asker {
         valid
     }
 
-    /// `None` if we couldn't ask it.
+    /// Makes the process query its attribute. `None` if we couldn't ask.
     fn query(&self, process: &Process, program: &ProgramId) -> Option<Dumpable> {
         let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
         let results = self.injector.run_in(process, program, &[call], &ASKING).ok()?.results;

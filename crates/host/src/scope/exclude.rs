@@ -223,7 +223,7 @@ pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
     !info.stat.has_ended() && opt_out_qemu::is_qemu(&info.program())
 }
 
-/// Whether the administrator allowed the program by name although it isn't dumpable.
+/// Whether the administrator has allowed the program by name, which lets it in even if it isn't dumpable.
 fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
     deny.allows(&info.program(), |name| info.is_called(name))
 }
@@ -326,9 +326,9 @@ pub(crate) fn exclusion_of(
     }
 }
 
-/// If a mapping with MADV_DONTDUMP is at least this large before marks split it, its program keeps it out of core dumps
-/// for its size, not for secrets: databases exclude their buffer pools (InnoDB does), and hypervisors guest memory.
-/// Keys take kilobytes, and are locked as well.
+/// If a mapping with MADV_DONTDUMP is at least this large before marks split it, we assume that its size is the reason,
+/// not secrets: databases keep their buffer pools out of core dumps (InnoDB does), and hypervisors guest memory. Keys
+/// take kilobytes, and are locked as well.
 pub const BULK_BYTES: u64 = 32 << 20;
 
 /// Why we must remove the mark of a mapping. `None` if we needn't, or there is no mark.

@@ -38,7 +38,7 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 pub struct Exe {
     path: PathBuf,
     file: Option<Found>,
-    /// If the file was removed: the place of its mount among the process's own mounts.
+    /// If the file was removed: the place of its mount ([`place_of`]) as the process itself sees it.
     place: Option<Vec<u8>>,
     /// We find out once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,

@@ -74,7 +74,7 @@ pub enum OptOut {
     },
     /// The files that could say so don't answer, or there are too many.
     Unknown {
-        /// The cgroup that they're about.
+        /// The cgroup that the files are about.
         cgroup: String,
     },
 }
@@ -250,7 +250,7 @@ struct Known(Mutex<BTreeMap<Key, Entry>>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Whose {
     System,
-    /// Proxmox VE's, on a file system of its own.
+    /// Proxmox VE's files about its virtual machines, on a file system of their own.
     Guests,
     User(u32),
 }

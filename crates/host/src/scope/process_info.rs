@@ -35,7 +35,7 @@ pub struct ProcessInfo {
     pub selected_by: Option<usize>,
     /// Why that selector doesn't count: it matches by a name that any user can choose.
     pub distrust: Option<Distrust>,
-    /// Whether it's running a 32-bit program, and whether that program hasn't marked its memory itself. We read these
+    /// Whether it's running a 32-bit program, and if so, whether its memory isn't all marked already. We read these
     /// separately.
     pub(crate) is_32_bit: bool,
     pub(crate) needs_exec: bool,
@@ -53,7 +53,7 @@ pub struct CgroupInfo {
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
     /// Its cgroup in each hierarchy.
     pub(super) all: Vec<Cgroup>,
-    /// The selector of a cgroup that contains it.
+    /// The selector whose cgroup contains the process.
     pub(super) selected_by: Option<usize>,
 }
 

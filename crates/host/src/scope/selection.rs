@@ -159,7 +159,7 @@ impl Selection {
         Ok(Some(info))
     }
 
-    /// Finds the first selector that matches a process. If all matches are by name only, the first of these is it.
+    /// Finds the first selector that matches a process. If all matches are by name only, we take the first of these.
     pub(crate) fn select(&self, info: &mut ProcessInfo) {
         info.selected_by = None;
         info.distrust = None;

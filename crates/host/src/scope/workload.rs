@@ -130,7 +130,7 @@ fn name_of(path: &str) -> Option<Workload> {
 #[derive(Debug)]
 pub(super) struct Label<'a> {
     pub(super) kind: WorkloadKind,
-    /// The name as in the path: a unit's has its escapes, and identifiers have all digits.
+    /// The name, not yet shortened for display: a unit's still has its escapes, and an identifier has all its digits.
     name: String,
     /// The path of the cgroup that contains the named one.
     pub(super) parent: &'a str,
@@ -150,8 +150,8 @@ impl Label<'_> {
         matches!(unit_type(&self.name), Some("service" | "scope"))
     }
 
-    /// Whether `asked` names it: as we show it, as it is in the path, by the first digits of an identifier, or by a
-    /// service's name alone.
+    /// Whether `asked` is a name of this workload: as we show it, as it is in the path, the first digits of an
+    /// identifier, or a service without `.service`.
     pub(super) fn is_called(&self, asked: &Workload) -> bool {
         if self.kind != asked.kind {
             return false;

@@ -82,7 +82,7 @@ pub(super) struct MarkRecord {
 pub(crate) struct UnmergeRequest {
     /// The work done for the last request.
     pub(crate) done: Unmerged,
-    /// Whether the process is out of scope, and only a target until it's unmerged.
+    /// Whether the process is out of scope, and a target only until it's unmerged.
     pub(crate) is_only_reason: bool,
 }
 
@@ -100,14 +100,13 @@ impl Target {
         self.check.expire();
     }
 
-    /// Whether it has marked memory although we merge a trust domain other than its own, or other than the one it was
-    /// in when we marked it.
+    /// Whether it has marked memory, and the merged trust domain isn't its own, or wasn't its own when we marked it.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }
 
-    /// The trust domain that the process was in when its memory was marked, if it was: by this run or an earlier one,
-    /// or in its parent before the fork.
+    /// The trust domain that the process was in when its memory was marked, by this run or an earlier one, maybe in its
+    /// parent before the fork. `None` if its memory wasn't marked.
     pub(super) fn domain_when_marked(&mut self, image: u64, history: &ProgramHistory) -> Option<DomainKey> {
         if self.marks.are_set {
             return Some(self.domain);

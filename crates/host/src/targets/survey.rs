@@ -37,8 +37,8 @@ const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
 /// If a process has run we survey its mappings again after this time for changed flags, nanoseconds. These surveys may
-/// take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: with the first
-/// mark a postponed survey becomes due.
+/// take 1/`FLAGS_SHARE` of the time if the process has marks, otherwise 1/`UNMARKED_FLAGS_SHARE`. So a survey that
+/// waits for the smaller share may become due with the first mark.
 pub(super) const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
 const UNMARKED_FLAGS_SHARE: u64 = 20_000;
@@ -345,7 +345,7 @@ impl Target {
         self.surveys.list.take()
     }
 
-    /// When the last survey began, if it still holds.
+    /// When the last survey began. `None` if the next refresh surveys in any case.
     pub(crate) fn surveyed_ns(&self) -> Option<u64> {
         self.surveys.last.as_ref().map(|last| last.start.at_ns)
     }
