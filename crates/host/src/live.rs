@@ -1,4 +1,4 @@
-//! The live machine behind the core's [`Host`] interface.
+//! The live machine behind the engine's [`Host`] interface.
 
 mod actuator;
 mod collapsing;
@@ -156,7 +156,7 @@ pub struct LiveHost {
     requesting: Requesting,
     /// The process that we begin with when we next collapse huge pages.
     next_collapse: i32,
-    /// Absent after we abandoned the reader in a read that doesn't return.
+    /// Absent once we've abandoned the reader, because a read doesn't return.
     reader: Option<PageReader>,
     stop: Arc<AtomicBool>,
     events: Vec<Event>,

@@ -54,9 +54,9 @@ pub(crate) struct SamplingJob {
 /// How we digest pages.
 #[derive(Debug)]
 pub(crate) enum HashMode {
-    /// We read them ourselves.
+    /// We read the pages ourselves.
     Read(Digester),
-    /// The kernel hashes them in place. `colliding` are digests that pages of different contents share.
+    /// The kernel hashes the pages in place. `colliding` are digests that pages of different contents share.
     InPlace { device: Arc<RequestDevice>, digester: LineDigester, colliding: Arc<DigestSet> },
 }
 

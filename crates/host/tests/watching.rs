@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const LONG_NS: u64 = 20_000_000_000;
-/// We list processes once a second. The rest is for a busy machine.
+/// We list processes once a second. The other four seconds are for a busy machine.
 const SOON: Duration = Duration::from_secs(5);
 
 /// A program under a name of its own, and processes that run it.

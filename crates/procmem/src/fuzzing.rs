@@ -40,7 +40,7 @@ pub fn list(text: &str) -> (usize, bool) {
     (list.iter().count(), list.meets(&list))
 }
 
-/// The numbers of processors and memory nodes allowed for a process.
+/// How many processors and memory nodes a process may use.
 pub fn allowed(status: &[u8]) -> Option<(usize, usize)> {
     let (cpus, nodes) = numa::allowed(status)?;
     Some((cpus.iter().count(), nodes.iter().count()))

@@ -16,7 +16,7 @@ pub struct KsmStat {
     pub zero_kib: u64,
     /// Pages that map a merged frame other than the zero page.
     pub merging: Pages,
-    /// KSM's records of pages of the process.
+    /// KSM's records (rmap items) of the process's pages.
     pub items: u64,
 }
 
@@ -46,7 +46,7 @@ impl KsmStat {
             merge_any: field(text, "ksm_merge_any") == Some(b"yes"),
             mergeable: field(text, "ksm_mergeable").map(|word| word == b"yes"),
             zero_kib: zero_pages.saturating_mul(4),
-            // More than any address space has is nonsense, and would overflow sums.
+            // No address space has more pages. A larger number is nonsense, and could overflow sums.
             merging: Pages(number(text, "ksm_merging_pages").unwrap_or(0).min(1 << 45)),
             items: number(text, "ksm_rmap_items").unwrap_or(0),
         }

@@ -37,12 +37,12 @@ const TIME_SHARE: u32 = 6;
 /// This much of a request's time is free, because an ordinary request takes as much on a busy machine.
 const FREE: Duration = Duration::from_millis(20);
 
-/// Attempts to make a call. Pauses end after 10 s, because on an overloaded machine any program is late, and because
+/// Attempts to make a call. Pauses last 10 s at most, because on an overloaded machine any program is late, and because
 /// the call may be to unmark a secret.
 pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
 /// Reads of memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
-/// The time that requests for calls take.
+/// The injector's time that requests for calls take.
 pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use super::dumpable::{Dumpable, WithoutPtrace, id_inside, try_access};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-/// How the child that makes the check ends.
+/// Exit codes of the child that makes the check.
 const YES: i32 = 10;
 const NO: i32 = 11;
 const UNKNOWN: i32 = 12;

@@ -10,7 +10,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// Three web servers (11 has started 12), a shell that has started 11, and a database.
+    /// Three web servers (process 11 has started 12), a shell that has started 11, and a database.
     fn new() -> Self {
         let fixture = Self { tree: Tree::new(), kept_out: KeptOut::default() };
         fixture.start(10, 1, "web");

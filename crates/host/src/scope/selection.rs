@@ -186,7 +186,7 @@ impl Selection {
         }
     }
 
-    /// The first selector of a cgroup that is one of these, or contains one.
+    /// The first selector whose cgroup is one of these, or contains one of them.
     fn by_cgroups(&self, cgroups: &[Cgroup]) -> Option<usize> {
         self.matchers.iter().position(|matcher| match matcher {
             Some(Matcher::Cgroup(selected)) => cgroups.iter().any(|cgroup| selected.matches(cgroup)),

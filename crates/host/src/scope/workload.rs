@@ -103,7 +103,7 @@ pub fn workload_of_process(process: &Process) -> Option<Workload> {
 
 /// The workload of a process with these cgroups.
 pub fn workload_of_cgroups(cgroups: &[Cgroup]) -> Option<Workload> {
-    // systemd's own hierarchy says most. If there's none we take version 2's, or else the deepest.
+    // systemd's own hierarchy says most. If there's none we take version 2's, or else the deepest cgroup.
     let depth = |cgroup: &Cgroup| cgroup.path.split('/').filter(|part| !part.is_empty()).count();
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), depth(cgroup)));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
@@ -214,7 +214,7 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
                 return labels;
             }
         } else if unit_type(part).is_some() {
-            // systemd puts an underscore before names that cgroups' files have.
+            // systemd puts an underscore before a name that the kernel could use for a file.
             let name = part.strip_prefix('_').unwrap_or(part);
             labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent });
         }

@@ -168,7 +168,7 @@ impl Target {
         false
     }
 
-    /// Lets us check soon whether the try under way to remove marks has ended.
+    /// Makes us check soon whether the try under way to remove marks has ended.
     pub(crate) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
         if let Some(pending) = &mut self.pending {
             pending.fail(problem);

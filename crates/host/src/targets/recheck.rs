@@ -39,7 +39,7 @@ pub(super) struct LastCheck {
     next_ns: u64,
     /// Why we leave the process as a whole alone.
     excluded: Option<Exclusion>,
-    /// The trust domain at that time. The target's own `domain` doesn't change while memory is marked.
+    /// The trust domain at the last check. The target's own `domain` doesn't change while memory is marked.
     pub(super) domain: DomainKey,
     /// Opt-outs that the administrator has overridden, and the ones among them that we haven't reported yet.
     overridden: Vec<OptOut>,

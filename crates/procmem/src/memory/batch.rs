@@ -244,7 +244,8 @@ impl Batch {
                     wanted.push(position);
                 }
             } else if entry.present() {
-                // Some kernels show the huge zero page as a page of a file.
+                // Some kernels show the huge zero page as a page of a file, so with `huge` we look up the flags of such
+                // pages.
                 let file = entry.file_or_shared();
                 if file && (entry.exclusive() || !how.huge) {
                     continue;
