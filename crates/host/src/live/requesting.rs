@@ -279,8 +279,8 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Notes the mappings that the kernel has marked now. The surveys would notice later, and until then we'd take merged
-    /// pages for fork-shared ones on Linux 6.12.
+    /// Notes the mappings that the kernel has marked now. The surveys would notice later, and until then we'd take
+    /// merged pages for fork-shared ones on Linux 6.12.
     fn note_named(&mut self, pids: &[i32], parts: &[MergeRange]) {
         let mut named = BTreeSet::new();
         for part in parts {
