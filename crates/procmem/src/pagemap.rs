@@ -75,7 +75,7 @@ impl Pagemap {
         match fault::io("read:pagemap").and_then(|()| pread_words(&self.file, entries, offset)) {
             Ok(read) if read == entries.len() => Ok(()),
             Ok(0) if !entries.is_empty() => Err(ReadError::Vanished { pid: self.pid }),
-            // The end of the address space.
+            // We've read up to the end of the address space. Beyond it there are no pages.
             Ok(read) => {
                 entries[read..].fill(0);
                 Ok(())

@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(register.admit((-1, 1), || from(2, 7000), now + LONGEST_PAUSE), Ok(()));
     }
 
-    /// A thread that's busy with a process keeps the process from being tried, and leaves no pause.
+    /// While a thread is busy with a process we don't try the process. Once the thread has returned, no pause follows.
     #[test]
     fn a_process_is_free_again_once_its_thread_has_returned() {
         let mut register = register();

@@ -43,7 +43,7 @@ pub struct PageContent {
 pub enum Progress {
     /// These pages were read, and more are left.
     More(Vec<PageContent>),
-    /// These were the last ones.
+    /// These pages were the last ones.
     Done(Vec<PageContent>),
     /// The process has ended, or executed another program, or we can't read it now.
     Ended,

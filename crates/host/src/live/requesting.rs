@@ -36,7 +36,7 @@ const ANY_TIME: Duration = Duration::MAX;
 /// The state of merging on request.
 #[derive(Debug, Default)]
 pub(super) struct Requesting {
-    /// The device, if we merge this way.
+    /// The device, if we merge on request.
     pub(super) device: Option<Arc<RequestDevice>>,
     /// Recent lists of mappings, by pid.
     pub(super) lists: BTreeMap<i32, Arc<List>>,
@@ -279,7 +279,7 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Notes the mappings that the kernel has marked now. The surveys would notice later, and until then we'd take
+    /// Notes the mappings that the kernel has marked now. The next survey would find them, but until then we'd take
     /// merged pages for fork-shared ones on Linux 6.12.
     fn note_named(&mut self, pids: &[i32], parts: &[MergeRange]) {
         let mut named = BTreeSet::new();

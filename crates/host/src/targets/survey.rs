@@ -234,7 +234,7 @@ impl Target {
         Ok(changed)
     }
 
-    /// Whether the mappings have changed and the share of the time allows a survey.
+    /// Whether the mappings have changed, and surveys haven't used up their share of the time.
     pub(super) fn survey_is_due(&mut self, now_ns: u64, processes: u64, sizes: &Sizes) -> Result<bool, ReadError> {
         if let Some(last) = &mut self.surveys.last {
             let before = last.start.sizes;
@@ -333,7 +333,7 @@ impl Target {
         self.surveys.last = None;
     }
 
-    /// Like [`Self::invalidate`], but only once the share of the time allows a survey.
+    /// Like [`Self::invalidate`], but the survey waits until its share of the time allows it.
     pub(crate) fn set_changed(&mut self) {
         if let Some(last) = &mut self.surveys.last {
             last.has_changed = true;

@@ -176,7 +176,7 @@ impl<T: Send + 'static> Job<T> {
         let (sender, result) = channel();
         send_to_reader(Box::new(move || {
             signs.begin();
-            // A caller that has gone on may have dropped its receiver.
+            // A caller that has stopped waiting may have dropped its receiver.
             let _ = sender.send(job());
             drop(alive);
         }));
