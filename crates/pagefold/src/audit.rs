@@ -1,9 +1,10 @@
-//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, and for
-//! the beginning and the end of the command. It contains no memory contents and no digests of them.
+//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, every
+//! merge on request, every request of a user to exclude or include processes, and the beginning and end of the command.
+//! It contains no memory contents and no digests of them.
 //!
 //! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
-//! too many lines wait already. Then we count the loss and report the first one, and the next line that we write says
-//! how many are missing.
+//! too many lines wait already. We count lost lines and report the first. The next line that we can write says how many
+//! are missing before it.
 
 mod entry;
 mod file;
@@ -30,7 +31,8 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Audit {
     shown: String,
-    /// Present until the thread takes it. We mustn't start the thread before we've given up rights.
+    /// `None` once the thread has taken it. We must drop rights before we start the thread, as it'd keep the ones it
+    /// starts with.
     file: Option<LogFile>,
     orders: Sink<Order>,
     /// Lines lost so far.
@@ -56,8 +58,7 @@ impl Audit {
     /// # Errors
     /// We can't open the file, or other users could write or replace it. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. With a handler, the write
-        // fails instead.
+        // SIGXFSZ would end the run once the file reaches RLIMIT_FSIZE. With a handler, the write fails instead.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
         let lost = Arc::default();
         let (complain, complaints) = channel();

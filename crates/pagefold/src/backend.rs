@@ -52,7 +52,7 @@ pub trait Backend: Host + Sized {
     /// The events since the last call.
     fn take_events(&mut self) -> Vec<Event>;
 
-    /// The path of the cgroup that has a limit.
+    /// The path of the cgroup that has this limit.
     fn limited_path(&self, _limit: LimitKey) -> String {
         String::new()
     }
@@ -70,7 +70,7 @@ pub trait Backend: Host + Sized {
         None
     }
 
-    /// Tells the backend that the governor, and so the length of a round, has changed.
+    /// Tells the backend the length of a round (one pass over the ladder's levels), which depends on the governor.
     fn set_round_ns(&mut self, _ns: u64) {}
 
     /// Reads some memory for the workloads' sketches.
@@ -80,7 +80,7 @@ pub trait Backend: Host + Sized {
     fn finish(self) -> Ending;
 }
 
-/// A machine after the end of a run.
+/// A machine's state at the end of a run, for the summary.
 #[derive(Debug)]
 pub struct Ending {
     /// How many targets we didn't leave alone.
@@ -90,14 +90,14 @@ pub struct Ending {
     pub xen: Option<XenView>,
 }
 
-/// Saves the list of kept-out processes: they may have had children since we last wrote it. A hanging disk only delays
-/// us by a moment.
+/// Saves the list of kept-out processes: they may have had children since we last wrote it. If the disk hangs, we wait
+/// two seconds at most.
 fn keep(host: &LiveHost) {
     let kept_out = host.kept_out().clone();
     if host.is_dry_run() || kept_out.entries().is_empty() && !kept_out::exists() {
         return;
     }
-    // Dropping it waits.
+    // This drops the thread's handle at once, which waits for the write, but not for long.
     let _ = Background::start("kept out", move |_: Receiver<()>| {
         let written = kept_out::turn().and_then(|_turn| kept_out::write(&kept_out));
         if let Err(why) = written {
@@ -161,7 +161,7 @@ impl Backend for LiveHost {
     }
 
     fn set_round_ns(&mut self, ns: u64) {
-        // We refresh several times in a round.
+        // Four times a round, we look for processes that have started or changed.
         self.set_refresh_interval(ns / 4);
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// How long the end of a run waits for a write in progress, since a file system may hang.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// A thread that gets work. Dropping this lets the thread finish, and waits for it up to [`END_LIMIT`].
+/// A thread with a queue of work. Dropping this lets the thread finish, and waits for it up to [`END_LIMIT`].
 #[derive(Debug)]
 pub struct Background<T> {
     /// We drop this to end the thread.

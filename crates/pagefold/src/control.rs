@@ -55,7 +55,7 @@ fn failed(why: String) -> Exit {
 fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
     let changes_list = request != Request::Reload;
     let ordered = requests.order(request, uid);
-    // A request that failed may have changed the list, too: it may only have taken too long.
+    // Save the list even if the request failed: it may have changed the list, and only have taken too long.
     let not_kept = if changes_list { keep(requests).err() } else { None };
     let mut answer = ordered?;
     match &mut answer {
@@ -66,7 +66,7 @@ fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String,
     json(&answer).map_err(failed)
 }
 
-/// Keeps the list of processes that are kept out for the next run.
+/// Saves the list of kept-out processes for the next run.
 fn keep(requests: &RequestSender) -> Result<(), String> {
     let _turn = kept_out::turn()?;
     let facts = requests.send(Request::Status)?;

@@ -1,8 +1,8 @@
 //! The daemon: one loop that works on any machine behind the trait [`Backend`].
 //!
-//! Three types enforce the order of the first steps. [`Start`] handles signals, and takes the sockets that we were
-//! passed before anything opens a file. It opens [`Outputs`] while we still have all rights. Then the caller gives up
-//! rights, and only after that, [`Daemon`] starts threads and makes the control socket.
+//! Three types enforce the order of the first steps. [`Start`] handles signals, and takes the sockets that the service
+//! manager has passed, before anything opens a file. It opens [`Outputs`] while we still have all rights. Then the
+//! caller gives up rights, and only after that, [`Daemon`] starts threads and makes the control socket.
 
 use crate::audit::Entry;
 use crate::backend::Backend;
@@ -73,7 +73,7 @@ impl Signals {
 }
 
 impl Start {
-    /// The first step of a run of this program. After it the run always ends in an orderly way.
+    /// The first step of a run of this program. From now on, SIGINT and SIGTERM end the run in an orderly way.
     pub fn of(program: &'static str) -> Result<Self> {
         messages::never_wait(program);
         let signals = Signals::default();
@@ -117,7 +117,7 @@ pub struct Daemon<'a, B: Backend> {
     pub sketches: Option<sketch::Writer>,
     progress: Progress,
     rooms: RoomReports,
-    /// The number of scans that the list of events shows.
+    /// How many scans we've noted as events.
     scans: u64,
     /// The number of changed decisions that we've logged.
     decisions: u64,
@@ -172,7 +172,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
-            // Other targets may enter a file's scope later.
+            // A scope from a configuration file has no end: other targets may enter it later.
             let is_fixed = self.active.args.scope != ScopeArgs::default();
             if is_fixed && self.backend.has_ended(&self.active.settings.scope) {
                 self.progress.say_on_terminal(&format!("every {} in scope has ended", B::TARGET));
@@ -327,7 +327,8 @@ impl Cycles {
 
     /// Waits until the next cycle is due, and runs it. `None` if the run ends instead.
     pub fn next<B: Backend>(&mut self, engine: &mut Engine, backend: &mut B) -> Result<Option<Outcome>, Exit> {
-        // The queue may have cleared the flag with which SIGTERM would end this wait, so we check for the signal first.
+        // SIGTERM also sets the flag that ends a wait, but the queue may have cleared that flag. So we check for
+        // SIGTERM first.
         if !self.stop.load(Ordering::Relaxed) {
             let left_ns = self.end_ns.saturating_sub(backend.now_ns());
             let wait_ns = self.wait_ns.min(LONGEST_WAIT_NS).min(left_ns);
@@ -454,7 +455,7 @@ mod tests {
         daemon.metrics = Background::start("test", move |_| drop(answer.send(sender.send(Request::Status)))).ok();
         let began = Instant::now();
         daemon.run(Vec::new()).unwrap();
-        // The end of a run waits two seconds for a thread that doesn't end.
+        // If the end of the run waited for this thread in vain, it would take two seconds.
         assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
         assert!(answers.try_recv().unwrap().unwrap_err().contains("ending"));
     }

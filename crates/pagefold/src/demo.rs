@@ -134,7 +134,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     let left = restore_deferred(ksm, &KsmPaths::default()).map_err(|error| preflight::explain_take(&error))?;
     let lease = lease(ksm, &InitialKnobs::NONE)?;
     if left.is_some() {
-        // Pages of workers that were killed are counted until ksmd scans.
+        // KSM counts the pages of killed workers until ksmd's next scan.
         scan_and_restore(lease, LIMIT)?;
     }
     // This leaves out merged zero pages, because kernels count them wrongly.
@@ -146,7 +146,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     }
     let mut knobs = ksm.knobs()?;
     if knobs.run == 2 {
-        // 2 is left over from an unmerging, and a lease ends with 0.
+        // An earlier unmerging has left 2, but our leases end with 0.
         knobs.run = 0;
     }
     Ok(knobs)
@@ -220,7 +220,7 @@ impl Demo {
         let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        // Both parts run under the same conditions.
+        // The part with KSM alone has the same settings, so that the comparison is fair.
         let initial = InitialKnobs {
             smart_scan: self.before.smart_scan.and(DEFAULTS.smart_scan),
             merge_across_nodes: self.before.merge_across_nodes.and(DEFAULTS.merge_across_nodes),
@@ -307,8 +307,8 @@ impl Demo {
         observed
     }
 
-    /// Unmerges what ksmd has merged besides our workers' memory: programs may have marked memory themselves. Nothing
-    /// was merged when we began.
+    /// Unmerges memory of other programs that ksmd has merged along with our workers', because the programs had marked
+    /// it. Nothing was merged when we began.
     fn unmerge_others(&self) -> Result<()> {
         let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
         if self.ksm.anything_merged()? {

@@ -1,8 +1,8 @@
 //! Keeps the list of processes that are kept out in a file, so that the next run keeps them out, too.
 //!
-//! Under the service manager it's in the service's directory. The daemon writes it after each request; without a daemon,
-//! `exclude` and `include` write it, while they hold KSM's lock. A file that we can't use ends a run before it begins:
-//! otherwise the run would merge what somebody has excluded.
+//! A service has the file in its own directory. The daemon writes the file after each request; without a daemon,
+//! `exclude` and `include` write it, while they hold KSM's lock. If we can't use the file, a run ends before it begins:
+//! otherwise it would merge what somebody has excluded.
 
 use crate::config::ownership;
 use crate::control::protocol::Selectors;
@@ -107,7 +107,7 @@ pub fn write(kept_out: &KeptOut) -> Result<(), String> {
 }
 
 fn read_at(path: &Path, this_boot: &str) -> Result<KeptOut, String> {
-    // A link that leads nowhere isn't ours.
+    // A dangling symbolic link is an error, not a missing list.
     if path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(KeptOut::default());
     }

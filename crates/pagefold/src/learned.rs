@@ -49,7 +49,7 @@ impl LearnedFile {
         })
     }
 
-    /// Reads what we've learned since boot. `None` if there's no file, or one from before that.
+    /// Reads what we've learned since boot. `None` if there's no file, or one from before the boot.
     ///
     /// # Errors
     /// A sentence: the file isn't readable, or isn't what we wrote.
@@ -78,7 +78,7 @@ impl LearnedFile {
     }
 }
 
-/// Parses a file, `now_ns` after boot. `None` if the file is from before that.
+/// Parses a file's contents at the time `now_ns` since boot. `None` if the file is from an earlier boot.
 fn parse(bytes: &[u8], boot: &str, now_ns: u64) -> Result<Option<Learned>, String> {
     #[derive(Deserialize)]
     struct Head {

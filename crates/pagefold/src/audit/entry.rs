@@ -85,7 +85,7 @@ pub struct Change {
     pub outcome: Outcome,
 }
 
-/// Pages of a process that we asked the kernel to merge with another process's in one cycle.
+/// One cycle's requests to merge pages of one process with pages of another, or with the zero page.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Merge {
     #[serde(flatten)]
@@ -99,12 +99,12 @@ pub struct Merge {
 /// A user's request about processes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Demand {
-    /// The processes, as flags.
+    /// The processes, as command line flags (`--exe redis-server`).
     pub scope: String,
     pub uid: u32,
 }
 
-/// We merge a process's memory although its owner has opted out.
+/// A process whose memory we merge although its owner has opted out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Override {
     #[serde(flatten)]
@@ -167,7 +167,7 @@ impl Entry {
         Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
     }
 
-    /// The result of unmarking a mapping at a user's request. `refused`: the rest of it stays marked.
+    /// The result of unmarking a mapping at a user's request. `refused`: we couldn't unmark all of the process.
     pub fn asked(owner: Owner, mapping: &UnmarkedMapping, refused: bool) -> Self {
         let outcome = match (mapping.unmarked, refused) {
             (Bytes(0), true) => Marking::Refused.into(),

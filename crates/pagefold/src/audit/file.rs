@@ -47,7 +47,7 @@ impl LogFile {
             Next::Item(Order::Reopen) => self.reopen(),
             Next::Gap(lines) => {
                 self.missing += lines;
-                // If this fails, we say how many are missing before the next line.
+                // If this fails, [`Self::write`] tries again before the next line.
                 let _ = self.tell_missing();
             }
         }
@@ -119,7 +119,8 @@ fn open(path: &Path) -> Result<File, Exit> {
 
 fn try_open(path: &Path) -> Result<File, String> {
     let place = Place::of(path)?;
-    // These flags refuse a symbolic link, and a pipe without a reader.
+    // O_NOFOLLOW refuses a symbolic link. O_NONBLOCK lets us fail instead of waiting if this is a pipe without a
+    // reader.
     let file = OpenOptions::new()
         .append(true)
         .create(true)

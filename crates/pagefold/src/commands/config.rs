@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Directories of programs.
+/// Where we look for installed programs.
 const DIRECTORIES: [&str; 7] =
     ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/libexec"];
 /// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. Names are short, so the
@@ -103,7 +103,7 @@ fn installed() -> BTreeSet<String> {
     names
 }
 
-/// A warning about the name of a program that isn't on this machine.
+/// A warning if no program of this name is on this machine.
 fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
     if name.starts_with('/') {
         return (!Path::new(name).exists()).then(|| format!("there is no {name} on this machine; check the path"));

@@ -1,7 +1,7 @@
 //! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and shows what to change if it can't.
 //!
-//! The exit code is the one that `run` would have with some processes in scope: 0 if it can work, even if there are notes
-//! and warnings. If `--fix` fails, the exit code is 1.
+//! The exit code is the one that `run` would end with if processes were in scope: 0 if it can work, even with notes and
+//! warnings. If `--fix` fails, the exit code is 1.
 
 mod fix;
 
@@ -67,7 +67,7 @@ fn demanded_device(settings: &Settings) -> Result<(), Exit> {
     Ok(())
 }
 
-/// The blockers in the order in which `pagefold run` meets them, with its exit codes.
+/// Findings in the order in which `pagefold run` checks for them, with its exit codes. The first blocker decides.
 const CODES: [(&str, u8); 9] = [
     ("capabilities", exit::NOT_PERMITTED),
     ("ksm", exit::NO_KERNEL_SUPPORT),
@@ -93,7 +93,7 @@ pub struct Doctor<'a> {
     pub findings: &'a [Finding],
     /// The exit code that `run` would have.
     pub code: u8,
-    /// The program whose `run` it is.
+    /// The program whose `run` we mean: pagefold or pagefold-xen.
     pub program: &'a str,
     /// Whether to show notes and the checks that are fine.
     pub verbose: bool,

@@ -27,7 +27,7 @@ const SERVICE: &str = "pagefold.service";
 const SAVING_LIMIT: Duration = Duration::from_secs(60);
 /// How long we wait until a process is unmerged.
 const UNMERGING_LIMIT: Duration = Duration::from_secs(10);
-/// If the daemon leaves all processes alone for this long, it'll go on doing so.
+/// If the daemon leaves all processes alone for this long, we stop waiting: it'll hardly change its mind.
 const LEFT_ALONE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(250);
 
@@ -63,10 +63,10 @@ impl EnableArgs {
 /// The daemon after a change of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum DaemonState {
-    /// It has read the files. Its scope, as flags.
+    /// The daemon has read the files. Holds its scope, as command line flags.
     Reloaded(String),
     Started,
-    /// It isn't running.
+    /// No daemon is running.
     Absent,
 }
 
@@ -75,7 +75,8 @@ enum DaemonState {
 struct Outcome {
     processes: usize,
     saved_bytes: u64,
-    /// How many of them the daemon leaves alone, with a reason, and in how many memory must still be unmarked.
+    /// How many of the processes the daemon leaves alone, the first one's reason, and in how many of them memory must
+    /// still be unmarked.
     left_alone: usize,
     reason: Option<String>,
     to_unmark: usize,
@@ -180,7 +181,7 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 }
 
 /// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon is running. If the
-/// daemon refuses, the file is as before.
+/// daemon refuses the list, we write the former one again.
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<String>> {
     let former = file.list.clone();
     let scope = file.set(list)?;
@@ -202,7 +203,7 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
         Err(error) => error,
     };
     file.set(former)?;
-    // The daemon may have read the file, and only answered too late.
+    // The daemon may have read the new list and answered too late, so make it read the former one.
     let _ = ask::<Reloaded>(&Request::Reload);
     Err(refusal)
 }
@@ -214,7 +215,7 @@ fn start(systemctl: &Path) -> Result<(), Exit> {
         command.args(["--no-ask-password", "--quiet"]).args(args).arg(SERVICE);
         command.env_clear().stdin(Stdio::null()).output()
     };
-    // If a condition of the unit isn't met, it isn't started, and that's no failure.
+    // If a condition of the unit isn't met, systemctl succeeds without starting it.
     let is_active = || run(&["is-active"]).is_ok_and(|output| output.status.success());
     let why = match run(&["enable", "--now"]) {
         Ok(output) if output.status.success() && is_active() => return Ok(()),
@@ -265,7 +266,7 @@ fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     Ok(Outcome::default())
 }
 
-/// Asks the daemon. One that has just been started may not answer yet.
+/// Asks the daemon for its status. One that has just been started may not answer yet.
 fn outcome(pids: &[i32], began: Instant) -> Result<Outcome> {
     match ask::<Status>(&Request::Status) {
         Ok(status) => Ok(Outcome::of(&status, pids)),

@@ -1,6 +1,6 @@
 //! Examples of each command, for `--help` and the manual pages: a line to copy, and below it what it does.
 //!
-//! If a command line lacks something, we answer with the first example that has it.
+//! If a command line lacks something that the command needs, the error message shows the first example that has it.
 
 pub const SCAN: &str = "\
 Examples:

@@ -33,7 +33,7 @@ pub fn run(args: &ExecArgs) -> Result<u8> {
     })?;
     let error = Command::new(program).args(arguments).exec();
     let name = program.to_string_lossy();
-    // A shell that can't start a program uses the same exit codes.
+    // A shell exits with the same codes if it can't start a program.
     let (code, what) = match error.kind() {
         ErrorKind::NotFound => (exit::NOT_FOUND, "not found; check the name".to_owned()),
         _ => (exit::NOT_EXECUTABLE, format!("cannot be executed: {error}")),

@@ -1,5 +1,5 @@
-//! `pagefold explain`: how the daemon judges each region of a process and what happens to it next, and which memory it
-//! leaves alone and why; or, of a workload, its sums.
+//! `pagefold explain`: how the daemon judges each region of a process, what it does with the region next, and which
+//! memory it leaves alone and why. For a workload, it shows sums over the processes.
 
 pub mod words;
 pub mod workload;
@@ -83,7 +83,7 @@ pub struct Row {
     pub sentence: String,
 }
 
-/// A change of a decision.
+/// A change in what we do with a region.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct DecisionRow {
     seconds_ago: f64,
@@ -177,7 +177,7 @@ fn decisions_of(facts: &Facts, target: &TargetFacts) -> Vec<DecisionRow> {
     rows
 }
 
-/// An explanation that only has the facts about the daemon so far.
+/// An explanation with only the facts about the daemon. Callers add the process.
 fn begun(facts: &Facts, pid: i32) -> Explanation {
     Explanation {
         schema: SCHEMA.to_owned(),
@@ -192,7 +192,7 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
 
 /// Explains a process from the daemon's facts.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
-    // Guest numbers aren't pids.
+    // If the targets are Xen guests, `target.pid` is a guest's number.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
     let Some(target) = target else { return Ok(begun(facts, pid)) };
     let process = Process::open(pid).map_err(|error| look_with_ps(&error))?;
@@ -318,7 +318,7 @@ impl Explanation {
         }
     }
 
-    /// The base name of its executable.
+    /// The base name of the process's executable.
     fn program(&self) -> Vec<u8> {
         program_name(self.exe.as_ref().map(std::path::Path::new), self.name.as_bytes())
     }

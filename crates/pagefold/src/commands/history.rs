@@ -1,4 +1,5 @@
-//! `pagefold history`: the savings over time, as CSV or JSON. It reads the daemon's file, and needs no daemon.
+//! `pagefold history`: the savings over time, as CSV or JSON. We read the file that the daemon writes, so this works
+//! without a running daemon, too.
 
 use crate::config::args::seconds;
 use crate::config::ownership;
@@ -32,7 +33,7 @@ struct Export {
     moments: Vec<Row>,
 }
 
-/// A row's fields are the columns of the CSV, too.
+/// The names of these fields are also the columns of the CSV.
 #[derive(Debug, Serialize)]
 struct Row {
     time: String,

@@ -31,7 +31,7 @@ pub struct Included {
     schema: String,
     scope: String,
     processes: Vec<Process>,
-    /// Why a later run won't know of it.
+    /// Why we couldn't save the change. Then only the running daemon knows of it.
     pub not_kept: Option<String>,
 }
 
@@ -59,7 +59,7 @@ pub fn run(args: &IncludeArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Changes the list for later runs.
+/// Changes the list of excluded processes in its file, for later runs. We do this if no daemon is running.
 fn include(spec: &ScopeSpec) -> Result<Included, Exit> {
     preflight::need_root("changing which processes are excluded")?;
     // A daemon that starts now would miss the change.

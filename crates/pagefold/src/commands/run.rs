@@ -59,8 +59,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let left_alone = check_scope(args, &settings, device.is_some())?;
 
     let mode = take(injector, &ksm, &initial_knobs(&settings, device.is_some()))?;
-    // Only now nobody else can change the list: commands that do so without a daemon hold the lock that we've just
-    // taken.
+    // Read the list again now that nobody else can change it: commands that change it without a daemon need the lock
+    // that we've just taken.
     let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..settings.config.clone() };

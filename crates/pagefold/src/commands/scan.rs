@@ -163,7 +163,7 @@ fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exi
     ))
 }
 
-/// If we may not read one process, we leave it out. If we may not read any, we lack rights.
+/// We leave out a process that we may not read. If we may not read any, we lack rights, and the scan fails.
 fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     let mut denied = None;
     for process in &survey.processes {
@@ -195,7 +195,7 @@ struct ProcessMemory {
     contents: Option<sharing::Contents>,
 }
 
-/// Where a page that we read belongs: the cell of the census, and the run of pages.
+/// Where a page that we read belongs: its cell in the census (one kind of memory of one process), and its run of pages.
 struct RunPlace {
     cell: u32,
     run: u32,

@@ -192,7 +192,7 @@ pub fn run(args: &StatusArgs) -> Result<u8> {
         let mut status: Status = match ask(&Request::Status) {
             Ok(status) => status,
             Err(error) if has_answered => {
-                // It may be restarting.
+                // The daemon may be restarting, so try again.
                 complain!("{error:#}");
                 thread::sleep(WATCH_INTERVAL);
                 continue;
@@ -265,7 +265,7 @@ impl Status {
         }
     }
 
-    /// Adopts the processes that aren't the run's.
+    /// Keeps the users of KSM that aren't processes of this run.
     pub fn set_others(&mut self, mut users: Vec<KsmUser>) {
         let mut ours = BTreeSet::new();
         for row in &self.programs.processes {

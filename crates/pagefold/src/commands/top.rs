@@ -142,7 +142,7 @@ fn print_once(status: Status) -> String {
 /// The screen as text.
 fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
     let mut text = String::new();
-    // Nothing can fail in memory.
+    // Drawing into memory can't fail.
     let Ok(mut terminal) = Terminal::new(TestBackend::new(width, height)) else { return text };
     let _ = terminal.draw(|frame| draw::draw(frame, top));
     let buffer = terminal.backend().buffer();
@@ -183,7 +183,7 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
         };
         let answer = Answer { time: history::now(), status, workloads, explanation, history };
-        // There's room, unless the other thread hangs in the terminal.
+        // The channel is full only if the screen's thread hangs in writing to the terminal. Then we drop the answer.
         if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
         }

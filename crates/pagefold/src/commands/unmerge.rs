@@ -1,7 +1,7 @@
 //! `pagefold unmerge` and `exclude`: give processes their own copies of merged pages, and remove their marks.
 //!
-//! If a daemon is running, it does this, and neither it nor later runs merge the processes again. Otherwise this
-//! command does the work, and only `exclude` keeps the processes out of later runs.
+//! A running daemon does this for us, and neither that run nor later ones merge the processes again. Without a daemon,
+//! this command does the work, and only `exclude` keeps the processes out of later runs.
 
 use crate::audit::{Audit, Demand, Entry, Owner};
 use crate::config::flags::AuditFlags;
@@ -30,9 +30,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
-/// How often we look for processes in scope. Later passes find processes that have started since.
+/// How many times we look for processes in scope. Later passes find processes that have started since.
 const PASSES: u32 = 5;
-/// How long a scan of ksmd may take.
+/// How long we wait for ksmd's scans.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -57,7 +57,7 @@ pub struct Summary {
     pub still_saved_bytes: u64,
     /// The processes that are kept out from now on, as flags.
     kept_out: Option<String>,
-    /// Why only the running daemon keeps them out.
+    /// Why we couldn't save this, so that only the running daemon keeps them out.
     pub not_kept: Option<String>,
     /// Whether a daemon has done this.
     by_daemon: bool,
@@ -132,7 +132,7 @@ pub fn run(args: &UnmergeArgs, keep_out: bool) -> Result<u8> {
     Ok(summary.exit_code)
 }
 
-/// Asks the daemon to unmerge the processes. If no daemon answers, another program holds the lock, and we report the
+/// Asks the daemon to unmerge the processes. If no daemon answers, another program holds the lock, and we return the
 /// error `held`.
 fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     if args.audit.0.audit.as_deref().is_some() {
@@ -147,7 +147,8 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
 }
 
 fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
-    // After this a stalled reader of our messages can't make us leave KSM's settings changed.
+    // From here on we never wait for a reader of our messages: a stalled reader must not make us leave KSM's settings
+    // changed.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
@@ -159,7 +160,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     if keep_out {
         exclude(&args.scope.spec(), &scoped)?;
     }
-    // It does no harm if another program is running ksmd.
+    // If another program is running ksmd, we go on without the lease: we'd only need it to scan.
     let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &InitialKnobs::NONE) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
@@ -188,7 +189,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
             record(&mut audit, &owners, &done);
             over.extend(done);
         }
-        // A child forked since has the marks that its parent had then.
+        // Look for children forked meanwhile: they have the marks that their parents had then.
         scoped = args.scope.resolve_for_undoing_again(&found);
     }
     let done = unmerger.finish();
@@ -281,7 +282,7 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
     let unmerged = style::count(done, target, targets);
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
     for process in &summary.processes {
-        // Guests have no marks.
+        // Guests have no marks, so we look at both figures.
         if process.unmarked_bytes.max(process.given_back_bytes) == 0 {
             continue;
         }

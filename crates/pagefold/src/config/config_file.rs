@@ -7,12 +7,12 @@ use crate::config::values::Allowed;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
-/// Each half of an error message has at most this many characters, because messages quote the file.
+/// We cut the problem and the advice in an error message to this many characters each, because they may quote the file.
 const PART_MOST: usize = 300;
 /// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. clap uses the same value.
 const NEAR: f64 = 0.7;
 
-/// Keys of `[tuning]` that used to be in other sections. The next release won't read them there any more.
+/// Keys that have moved to `[tuning]`, by their former section. The next release won't read them there any more.
 const MOVED: [(&str, &[&str]); 3] = [
     ("run", &["top-share", "round", "levels"]),
     ("judgement", &["duplicate-threshold", "cow-threshold", "lifetime"]),

@@ -20,7 +20,7 @@ use std::time::Duration;
 const NAME: &str = "enabled.toml";
 /// How long we wait for another `enable` or `disable`.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
-/// We allow at most this many selectors: each is compared with each process.
+/// We allow at most this many selectors, as we compare each with every process.
 const MOST: usize = 1_000;
 
 #[derive(Debug)]
@@ -116,7 +116,7 @@ impl EnabledFile {
     }
 }
 
-/// Creates the configuration file if there's none. Never replaces one, nor a link whose file isn't there now.
+/// Creates the configuration file if there's none. Never replaces a file, nor a symbolic link whose target is missing.
 fn create_main(path: &Path) -> Result<(), String> {
     if !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(());

@@ -56,7 +56,7 @@ flags! {
 }
 
 impl fmt::Display for DenyFlags {
-    /// As flags, each after a space.
+    /// Writes the changes as flags, each after a space.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Options { denied, allowed, override_opt_outs, .. } = &*self.0;
         for (flag, names) in [("deny", denied), ("allow", allowed), ("override-opt-out", override_opt_outs)] {
@@ -82,7 +82,7 @@ fn of_sections(sections: &[&str]) -> impl Iterator<Item = &'static OptionSpec> {
     all().filter(|option| option.flag().is_some() && sections.contains(&option.section))
 }
 
-/// The flags that `-h` shows, so that it fits a screen. `--help` shows all.
+/// The flags that `-h` shows, so that its output fits a screen. `--help` shows all.
 const COMMON: [&str; 7] = ["--cgroup", "--user", "--unit", "--vm", "--container", "--pod", "--governor"];
 
 /// The beginning of a description, up to its details.

@@ -284,7 +284,7 @@ options! {
 }
 
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
-/// Every minute, or once a day.
+/// From once a minute to once a day.
 const SKETCH_INTERVAL_NS: RangeInclusive<u64> = 60_000_000_000..=86_400_000_000_000;
 /// The default time between two writes of metrics.
 pub const METRICS_INTERVAL: Duration = Duration::from_secs(15);
@@ -301,7 +301,7 @@ pub fn all() -> impl Iterator<Item = &'static OptionSpec> {
 }
 
 impl Options {
-    /// The scope, with these processes.
+    /// The scope that these options select, plus the processes `pids`.
     pub fn scope(&self, pids: &[i32]) -> ScopeSpec {
         let names = [
             ("cgroup", &self.cgroups),

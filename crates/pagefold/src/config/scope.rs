@@ -23,8 +23,8 @@ pub struct ScopeArgs {
     pub selectors: ScopeFlags,
 }
 
-/// Programs without a flag aren't accepted together with these options: a word after them may be meant as a value of
-/// theirs.
+/// If one of these options is given, we refuse programs named without a flag: the user may have meant the word as the
+/// option's value.
 const NOT_BESIDE: [&str; 5] = ["all", "config", "also", "except", "override-opt-outs"];
 
 /// The scope as clap reads it.
@@ -134,8 +134,8 @@ impl ScopeArgs {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// Resolves a scope for undoing again, to find processes that have started since. `found` are the earlier ones.
-    /// Here an empty result isn't an error.
+    /// Resolves the scope for undoing once more, to find processes that have started since. `found` are those of
+    /// earlier calls. An empty result isn't an error here.
     pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<ProcessInfo> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
@@ -172,7 +172,7 @@ pub fn explain(error: &ScopeError) -> Exit {
     Exit::new(code, format!("{error}; {advice}"))
 }
 
-/// Whether it's the name of a unit, and no path or list of flags.
+/// Whether `name` is the name of a unit, rather than a path or a list of flags.
 fn is_unit(name: &str) -> bool {
     !name.contains([' ', '/']) && [".service", ".scope", ".slice"].iter().any(|end| name.ends_with(end))
 }

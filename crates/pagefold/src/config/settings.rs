@@ -133,7 +133,8 @@ impl Settings {
         let groups = selected(options.groups.as_deref(), "group", file)?;
         let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
-        // A dry run alongside the service must not take over the service's address and files, so it only uses flags.
+        // A dry run alongside the service must not take over the service's address and files, so it takes these from
+        // flags only.
         let outputs = if args.dry_run { flags } else { &options };
         Ok(Self {
             file: file.map(Path::to_owned),
@@ -192,7 +193,7 @@ pub fn merged(layers: &[Layer]) -> Options {
     options
 }
 
-/// FILE.d, the directory of the files that are read after a file.
+/// FILE.d: we read the files in this directory after FILE.
 pub fn additions(path: &Path) -> PathBuf {
     let mut additions = path.as_os_str().to_owned();
     additions.push(".d");

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// The values of its type that an option accepts.
+/// Which values of its type an option accepts.
 #[derive(Debug)]
 pub enum Allowed {
     Any,

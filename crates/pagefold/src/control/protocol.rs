@@ -139,7 +139,7 @@ pub struct Reloaded {
 /// The answer to a request that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// The problem; the advice.
+    /// The problem and the advice, with a semicolon between them.
     pub error: String,
     /// The exit code for the command that sent the request.
     #[serde(default = "failure")]
@@ -167,10 +167,10 @@ impl Request {
     /// Parses a line.
     ///
     /// # Errors
-    /// The problem; the advice.
+    /// The line is malformed, or of another version. The error has the problem, a semicolon, and the advice.
     pub fn parse(line: &[u8]) -> Result<Self, String> {
         let message: Message = serde_json::from_slice(line)
-            // The error may quote the request.
+            // Escape the error, since it may quote the request.
             .map_err(|error| printable(error.to_string().as_bytes()))
             .map_err(|error| format!("the request is malformed: {error}; see pagefold-json(5)"))?;
         if message.schema != SCHEMA {

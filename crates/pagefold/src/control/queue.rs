@@ -277,7 +277,7 @@ pub struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// A queue that the calling thread serves. [`pagefold_host::os::wake::SIGNAL`] must set `woken`, which must end the
+    /// A queue that the calling thread serves. [`pagefold_host::os::wake::SIGNAL`] must set `woken` and so end the
     /// thread's waits.
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
         let (sender, messages) = channel();
@@ -292,8 +292,8 @@ impl RequestQueue {
         std::mem::take(&mut self.orders)
     }
 
-    /// Applies and answers the requests since the last call. We answer a change only after one more cycle, so that the
-    /// answer shows the change; that cycle begins without a wait. The beginning or end of a pause is an event. Returns
+    /// Applies and answers the requests since the last call. We answer a change one cycle later, so that the answer
+    /// shows its effect; that cycle begins without a wait. We note the beginning or end of a pause as an event. Returns
     /// the governor if it has changed.
     pub fn serve(
         &mut self,
@@ -331,7 +331,8 @@ impl RequestQueue {
                     engine.set_paused(pending.request == Request::Pause);
                     self.changes.push(pending);
                 }
-                // These only come as orders. Here we'd drop the request, and tell its sender that the run is ending.
+                // These only come as orders. If one came here, its sender would be told that the run is ending, since
+                // we drop it.
                 Request::Unmerge(_) | Request::Include(_) | Request::Reload => {}
             }
         }

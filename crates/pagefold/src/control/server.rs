@@ -194,7 +194,8 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // No peer may block this thread: a refusal is short and fits into the socket's empty buffer.
+        // The limits are for the connection's own thread. This one never blocks: refusals fit into the socket's empty
+        // buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");

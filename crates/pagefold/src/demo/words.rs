@@ -11,7 +11,7 @@ use std::time::Duration;
 const ROWS: usize = 4;
 const ROWS_OF_TWO: usize = 3;
 
-/// If a side has saved nothing more for this time, we consider it at rest.
+/// How long pagefold or ksmd must save nothing more to be considered at rest.
 const REST_SECONDS: f64 = 3.0;
 
 #[derive(Clone, Debug)]
@@ -270,7 +270,7 @@ impl Side {
     }
 }
 
-/// CPU time of the last seconds as a share of a core. `None` if savings still grew by more than a hundredth then.
+/// CPU time of the last [`REST_SECONDS`] as a share of a core. `None` if savings still grew by more than 1 % then.
 fn at_rest(observed: &Observed, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
     let last = observed.last();
     let before = observed.at(last.seconds - REST_SECONDS);
@@ -306,7 +306,7 @@ fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
     sentences
 }
 
-/// How many times as much of a resource KSM took as pagefold.
+/// How much more of a resource KSM took than pagefold, in words.
 fn times(ksm: f64, ours: f64, unit: &str) -> String {
     match ksm / ours.max(1e-3) {
         times if times >= 1.05 => format!("{times:.1} times the {unit}"),

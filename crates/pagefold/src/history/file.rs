@@ -69,7 +69,8 @@ impl HistoryFile {
         }
     }
 
-    /// Makes an empty file and allocates all its space now, so that later writes can't run out of it. Replaces a link.
+    /// Makes an empty file and allocates all its space now, so that later writes can't run out of it. Replaces a
+    /// symbolic link instead of following it.
     fn begin(&self) -> Result<(), String> {
         self.0.replace(0o600, fill_empty).map_err(|error| {
             let shown = ownership::shown(&self.0.path);

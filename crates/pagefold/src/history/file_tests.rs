@@ -26,7 +26,7 @@ fn times(path: &Path, since: u64, now: u64) -> Vec<u64> {
 #[test]
 fn a_day_is_kept_by_the_minute_and_a_month_by_the_quarter_of_an_hour() {
     let (_dir, file, path) = new();
-    // When the clock said the year 3000, this was written into slots that we now need.
+    // This was written when the clock said the year 3000, into slots that we now need.
     file.write(&moment(NOW + 1_000 * 365 * DAY)).unwrap();
     for minute in 0..40 * 1_440 {
         file.write(&moment(NOW + minute * 60)).unwrap();
@@ -67,7 +67,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     let mut foreign = whole.clone();
     foreign[0] = b'P';
     let long = [&whole[..], b"x"].concat();
-    // This moment is in another moment's slot.
+    // Moments in slots that belong to other times.
     let mut moved = whole.clone();
     for slot in 1..4 {
         moved[slot * SLOT..][..SLOT].copy_from_slice(&encode(&moment(NOW)));

@@ -20,7 +20,8 @@ pub enum Fixed {
 }
 
 impl Fixed {
-    /// Whether any knob failed or is pending. Deferred ones don't count.
+    /// Whether some knobs couldn't be restored, or not in time. Deferred ones don't count: the kernel refuses them
+    /// while pages are merged.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }

@@ -139,7 +139,7 @@ fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     )
 }
 
-/// Why memory that doesn't pay waits, and how long at most.
+/// Why memory waits whose merge doesn't pay yet, and how long it waits at most.
 fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     let takes = wave.takes_ns();
     let brings = wave.brings();
@@ -218,7 +218,7 @@ fn headline(explanation: &Explanation) -> String {
     }
     let mut memory = MemoryTotal::default();
     for row in &explanation.regions {
-        // Duplicates in marked memory, even if pages are merged on request.
+        // We ask for ksmd's figure, the duplicates in marked memory, even if pages are merged on request.
         memory += row.figures.memory(Mechanism::Ksmd);
     }
     let marked = human(memory.marked_bytes);

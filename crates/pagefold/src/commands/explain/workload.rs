@@ -1,5 +1,5 @@
-//! `pagefold explain` of several processes: a program, a unit, a guest, a container, a pod or a cgroup. Their sums, and
-//! what happens to their memory next, by reason.
+//! `pagefold explain` of several processes: a program, a unit, a guest, a container, a pod or a cgroup. We sum up the
+//! processes, and their regions by what happens to them next and why.
 
 use crate::commands::status::{ProcessRow, process_table};
 use crate::config::scope;
@@ -22,7 +22,7 @@ const WIDTH: usize = 78;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Explanation {
     schema: String,
-    /// The processes asked for, as flags.
+    /// The processes asked for, as command line flags.
     pub selectors: String,
     pub scope: String,
     pub paused: bool,
@@ -31,7 +31,7 @@ pub struct Explanation {
     pub memory: MemoryTotal,
     pub saved_bytes: Option<u64>,
     pub processes: Vec<ProcessRow>,
-    /// How many more processes match that aren't in the run's scope.
+    /// How many more processes match but aren't in the run's scope.
     pub processes_outside: usize,
     pub reasons: Vec<ReasonRow>,
 }
@@ -82,7 +82,7 @@ pub fn of_processes(facts: &Facts, spec: &ScopeSpec, matching: &BTreeSet<(i32, u
         reasons: Vec::new(),
     };
     let mut owners = BTreeSet::new();
-    // Guests' numbers aren't pids.
+    // If the targets are Xen guests, `target.pid` is a guest's number.
     for target in facts.targets.iter().filter(|_| facts.xen.is_none()) {
         if !matching.contains(&(target.pid, target.start_time_ticks)) {
             continue;

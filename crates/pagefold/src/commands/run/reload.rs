@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The settings in force, the audit log, and a list of the same events. A dry run has the list, but no audit log.
+/// The settings in force, the audit log, and the latest events for `status`. A dry run has events, but no audit log.
 #[derive(Debug)]
 pub struct ActiveSettings<'a> {
     pub args: &'a RunArgs,
@@ -59,7 +59,8 @@ impl<'a> ActiveSettings<'a> {
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
     }
 
-    /// Makes the next reload read the files again, if they decide on the scope. Returns the configuration file.
+    /// Requests a reload, as SIGHUP does, and returns the configuration file. Fails if the scope is from the command
+    /// line, as reading the file again wouldn't change it.
     pub fn request_reload(&mut self) -> Result<PathBuf, Exit> {
         let file = self.settings.file.clone().filter(|_| self.args.scope == ScopeArgs::default());
         let pid = std::process::id();

@@ -1,4 +1,4 @@
-//! After a scan of the whole host: the command that saves the memory it found.
+//! After a scan of the whole host, we advise a command that saves memory. Here we choose its scope.
 
 use super::report::{ProcessRow, ScanReport};
 use pagefold_engine::sampling::census::bytes_of;
@@ -12,8 +12,8 @@ const NAMES_MOST: usize = 8;
 /// We look at this many programs, the ones with the most savable memory first.
 const PROGRAMS_MOST: usize = 8;
 
-/// The scope of the program with the most savable memory that can be selected: by its name if that is enough, or else
-/// by its workloads or processes. We try each scope, so that the command works as it stands.
+/// The scope of the program with the most savable memory: its name if that selects enough of it, else its workload or
+/// its processes. We try out each scope, so that the command works as printed.
 pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     for program in report.programs.iter().take(PROGRAMS_MOST) {
         let rows: Vec<&ProcessRow> = report.looked_at().filter(|row| row.name == program.name).collect();
@@ -29,8 +29,8 @@ pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     None
 }
 
-/// The program by its name, or else the workload of its largest process, or its processes in that workload. We never
-/// name several workloads: their owners may differ, and would share memory.
+/// Scopes to try, in this order: the program's name, the workload of its largest process, its processes in that
+/// workload. We never name several workloads: their owners may differ, and would share memory.
 fn scopes_of(rows: &[&ProcessRow]) -> Vec<ScopeSpec> {
     let Some(largest) = rows.iter().max_by(|a, b| a.figures.savable.total_cmp(&b.figures.savable)) else {
         return Vec::new();

@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 
 /// We show at most this many maps, of the processes with the most savable memory.
 const MAPS_MOST: usize = 24;
-/// How many names of processes left out for the same reason we list.
+/// For each reason to leave processes out, we list at most this many names.
 const NAMES_MOST: usize = 8;
 
 pub fn page(report: &ScanReport, origin: &Origin) -> String {
@@ -49,7 +49,7 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
     framed("pagefold scan", &html)
 }
 
-/// The rows of processes. Those of the same program in the same workload are one row.
+/// The table's rows: one for each process, except that those of one program in one workload share a row.
 fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
     let mut groups: BTreeMap<_, Vec<&ProcessRow>> = BTreeMap::new();
     for row in report.looked_at() {
@@ -76,7 +76,7 @@ fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
     rows
 }
 
-/// Which workloads share with which.
+/// A table of the workloads that have copies of each other's memory.
 fn sharing(html: &mut String, matrix: &Matrix) {
     if matrix.names.len() < 2 {
         return;
@@ -198,7 +198,7 @@ const LAYERS: [Layer; 4] = [
     ("fork", "shared through fork", |shares| shares.fork_shared),
 ];
 
-/// The average height of each layer.
+/// Each layer's share of the whole map, as text for screen readers.
 fn shares_in_words(map: &Map) -> String {
     let mut text = String::new();
     for (_, what, of) in LAYERS {

@@ -6,10 +6,11 @@ use pagefold_engine::sampling::census::density::Density;
 use pagefold_engine::units::{Vpn, index};
 use pagefold_procmem::maps::RegionKind;
 
-/// How many parts a map has, and the fewest.
+/// We divide a map into at most this many parts. If a sample is too small for that, we join parts, but keep about
+/// [`PARTS_LEAST`].
 const PARTS: u64 = 160;
 const PARTS_LEAST: usize = 10;
-/// If all of a part is duplicate, the sample should contain about this many pairs of its pages.
+/// We join parts until the sample should contain both copies of about this many pages in a part that's all duplicates.
 const PAIRS_A_PART: f64 = 8.0;
 
 /// A part of a map, as the survey found it.
@@ -24,8 +25,8 @@ pub struct Part {
     pub merged: u64,
 }
 
-/// Divides a process into parts. `regions` have the runs of its private pages, and `others` are its other pages with
-/// the index of their region.
+/// Divides a process's pages into parts. `regions` have the runs of its private pages, `others` are its other pages,
+/// each with the index of its region.
 pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Vec<Part> {
     let mut runs: Vec<(Vpn, u32, u32, bool)> = others.map(|(page, region)| (page, 1, region, false)).collect();
     for (number, region) in (0..).zip(regions) {
@@ -59,7 +60,7 @@ pub fn part_of(parts: &[Part], page: Vpn) -> Option<usize> {
     parts.partition_point(|part| part.first <= page).checked_sub(1)
 }
 
-/// The contents of a part, in shares of one.
+/// What a part contains, as fractions of its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
     pub merged: f64,

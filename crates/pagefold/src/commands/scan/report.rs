@@ -23,7 +23,7 @@ pub struct ScanReport {
     pub sampled_fraction: f64,
     pub error_bytes: u64,
     pub scope: String,
-    /// The flags that change the deny list.
+    /// The scan's flags that change the deny list. The advised command repeats them.
     #[serde(skip)]
     pub deny: String,
     pub totals: Figures,
@@ -36,13 +36,13 @@ pub struct ScanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     pub cost: Cost,
-    /// The words for one target in scope, and for several: processes or guests.
+    /// The words for one target and for several: process or guest.
     #[serde(skip)]
     pub of: (&'static str, &'static str),
     /// Whether this is the whole host, because no scope was given.
     #[serde(skip)]
     pub is_host: bool,
-    /// The scope of the next command, if it isn't the scan's own.
+    /// The scope of the advised command, if we scanned the whole host.
     #[serde(skip)]
     pub advised: Option<String>,
     /// The maps of the processes by pid, for the web page only.
@@ -65,7 +65,8 @@ pub struct ProcessRow {
     pub kinds: Vec<KindRow>,
     pub excluded: Vec<LeftOut>,
     pub left_out: Option<String>,
-    /// Pages of its regions that may be pinned: we promise that much less.
+    /// How many pages of the process's regions may be pinned. KSM can't merge pinned pages, so we subtract them from
+    /// what's savable.
     #[serde(skip)]
     pub pinned: f64,
 }
@@ -281,8 +282,8 @@ impl ScanReport {
     }
 }
 
-/// Names the option that includes a program of this name, if it was left out for a reason that allows that. We print it
-/// after the reason.
+/// If there's an option that includes a program left out for this reason, names the option. We print this after the
+/// reason.
 pub fn way_in(reason: &str, name: Option<String>) -> String {
     match name {
         Some(name) if reason == Exclusion::NotDumpable.to_string() => format!(" (--allow {name} lets it in)"),

@@ -36,10 +36,10 @@ pub struct Scanner {
     began_ns: u64,
     pages_read: u64,
     reading_ns: u64,
-    /// The sample has the share `to` of all pages, without the smaller share `from` that we've read before.
+    /// We're enlarging the sample from the share `from` of all pages, which we've read, to the share `to`.
     from: f64,
     to: f64,
-    /// How many frames are in the sample, and how many pages we had read before this sample.
+    /// For the progress bar: how many frames that adds, and how many pages we had read before.
     frames: f64,
     read_before: u64,
 }
@@ -63,7 +63,8 @@ impl Scanner {
         }
     }
 
-    /// Reads samples. The first one has the share `first`. Returns the findings and the share of pages that we read.
+    /// Reads samples: first the share `first` of all pages, then more until the margin of error is small enough.
+    /// Returns the findings and the share of pages that we read.
     pub fn sample(&mut self, memory: &mut impl Memory, first: f64) -> Result<(Findings, f64)> {
         self.to = first;
         loop {

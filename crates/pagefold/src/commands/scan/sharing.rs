@@ -20,12 +20,12 @@ pub struct Contents {
     pages: Vec<(u64, u32)>,
 }
 
-/// The memory of each workload that has a copy in each workload.
+/// How much of each workload's memory has a copy in each other workload, or in itself.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matrix {
     pub names: Vec<String>,
-    /// Pages of the workload of a row whose content the workload of a column holds, too. On the diagonal, that it holds
-    /// several times. `None` if the sample has no such page: there may be some that we haven't read.
+    /// In row `a` and column `b`: how many pages of workload `a` have a copy in workload `b`. If `a` is `b`: how many
+    /// of its pages have a copy in it. `None` if a sample has no such page: there may be some that we haven't read.
     pub pages: Vec<Vec<Option<u64>>>,
     /// Whether we've read every page. If not, there may be more shared pages than these.
     pub exact: bool,
@@ -48,7 +48,8 @@ impl Contents {
         contents
     }
 
-    /// Adds a frame that these processes map. Zeros are no copies of each other: the kernel has a page for them.
+    /// Adds a frame that these processes map. We don't count zeros as copies of each other: KSM merges them with the
+    /// zero page.
     pub fn add(&mut self, digest: Digest, processes: impl Iterator<Item = u32>) {
         if digest == Digest::ZERO {
             return;
@@ -94,7 +95,7 @@ impl Contents {
     }
 }
 
-/// The pages whose content there is more than once.
+/// The pages whose content occurs more than once.
 fn copied(pages: &[(u64, u32)]) -> Vec<(u64, u32)> {
     let mut copied = Vec::new();
     for same in pages.chunk_by(|one, other| one.0 == other.0).filter(|same| same.len() > 1) {

@@ -29,7 +29,8 @@ pub struct Survey {
     pub cells: Vec<Cell>,
     /// Each cell's kind.
     pub kinds: Vec<RegionKind>,
-    /// Frames shared through fork, ascending, each with the cell of a holder. There's one entry for each mapping.
+    /// Frames shared through fork, in ascending order. A frame is listed once for each page table entry that maps it,
+    /// with the cell of that page.
     shared: Vec<(u64, u32)>,
 }
 
@@ -118,7 +119,7 @@ pub struct Region {
     /// A number that is unique in the survey.
     pub number: u32,
     pub cell: u32,
-    /// Runs of pages whose frames we count here.
+    /// Runs of pages to sample. A frame shared through fork is only in the runs of its first holder.
     pub runs: Vec<(Vpn, u32)>,
 }
 
@@ -277,14 +278,15 @@ impl Survey {
         }
     }
 
-    /// The cells that hold a frame shared through fork, one entry for each mapping; empty for an unknown frame.
+    /// Finds the cells that hold a frame shared through fork, one for each page table entry. None if we don't know the
+    /// frame.
     pub fn holders(&self, frame: u64, cells: &mut Vec<u32>) {
         cells.clear();
         let from = self.shared.partition_point(|&(other, _)| other < frame);
         cells.extend(self.shared[from..].iter().take_while(|&&(other, _)| other == frame).map(|&(_, cell)| cell));
     }
 
-    /// The number of parts in all maps; [`Self::parts_before`] counts the maps before a process's, by its index.
+    /// The number of parts in all maps. [`Self::parts_before`] counts only the maps of processes before this index.
     pub fn parts(&self) -> usize {
         self.parts_before(self.processes.len())
     }

@@ -25,7 +25,7 @@ pub struct ScopeRow {
     pub processes: usize,
     #[serde(flatten)]
     pub memory: MemoryTotal,
-    /// Its part of the saving; `None` until we've counted.
+    /// What these processes save; `None` until we've counted.
     #[serde(default)]
     pub saved_bytes: Option<u64>,
 }

@@ -83,8 +83,8 @@ fn work(status: &Status) -> String {
     text[..1].to_uppercase() + &text[1..]
 }
 
-/// How long reading takes for the regions that are being read whole, at the allowed share of a core and the cost per
-/// page so far, seconds.
+/// Estimates how many seconds we still need for regions that are being read whole, from the cost per page so far and
+/// the allowed share of a core.
 fn remaining(status: &Status) -> Option<f64> {
     let pages = status.totals.of_verb(Verb::Read)?.resident;
     let work = &status.work;

@@ -227,7 +227,7 @@ fn title(top: &Top, sort: Sort, text: &str) -> String {
 struct Column {
     title: Cell<'static>,
     width: Constraint,
-    /// On narrower screens we leave it out.
+    /// We leave the column out on screens narrower than this.
     from_width: u16,
 }
 
@@ -235,7 +235,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let of_processes = top.rows_are == Rows::Process;
     let number = if of_processes { title(top, Sort::Pid, "PID") } else { "PROCESSES".to_owned() };
     let name = title(top, Sort::Name, if of_processes { "PROGRAM" } else { "WORKLOAD" });
-    // A workload's name is shortened rather than figures.
+    // On a narrow screen we shorten workloads' names, so that figures fit.
     let name_width = if of_processes { 16 } else { area.width.saturating_sub(52).clamp(10, 44) };
     let figure = |sort, name, width, from_width| Column {
         title: right(title(top, sort, name)),
@@ -309,7 +309,7 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let Some(status) = &top.status else { return };
     let all = status.memory.resident_bytes;
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    // The name is shortened rather than figures.
+    // On a narrow screen we shorten the names, so that figures fit.
     let name_width = usize::from(area.width).saturating_sub(30).clamp(8, 22);
     let head = format!(" {:<name_width$}    MEMORY   SHARE  REGIONS", "KIND");
     let mut lines = vec![Line::styled(head, bold)];
@@ -330,7 +330,7 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// A line of a table: a part of all memory.
+/// A line of a table about one part of the memory, with its share of all.
 fn total(width: usize, name: &str, resident: Pages, regions: usize, all_bytes: u64, style: Style) -> Line<'static> {
     let bytes = resident.bytes().0;
     let share = bytes as f64 / all_bytes.max(1) as f64;
@@ -421,7 +421,7 @@ fn help(frame: &mut Frame, area: Rect) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// The keys that fit.
+/// The bar with as many keys as fit.
 fn key_bar(top: &Top, width: u16) -> Line<'static> {
     if top.typing {
         return Line::raw(format!("Show only: {}▏  (Enter: keep, Esc: all)", printable(top.filter.as_bytes())));

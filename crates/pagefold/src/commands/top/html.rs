@@ -187,7 +187,7 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
     });
 }
 
-/// The rows of processes. Those of the same program in the same workload are one row.
+/// The table's rows: one for each process, except that those of one program in one workload share a row.
 fn equal_processes(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for mut process in process_rows(status, workloads) {
@@ -248,7 +248,7 @@ fn total_head(name: &str) -> String {
     format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th class=\"wide\"></th>")
 }
 
-/// The cells for a part of all memory, with a bar.
+/// The table cells for one part of the memory, with a bar for its share of all.
 fn total_cells(name: &str, resident: Pages, regions: usize, all_bytes: u64) -> String {
     let bytes = resident.bytes().0;
     let width = 100.0 * bytes as f64 / all_bytes.max(1) as f64;

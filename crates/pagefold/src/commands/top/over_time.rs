@@ -33,7 +33,7 @@ pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     draw_runs(frame, below, "CPU time", look.of(Color::Cyan), Unit::PERCENT, &cpu, since);
 }
 
-/// A curve of seconds (negative, with the present as 0) and values.
+/// A curve: seconds (negative; now is 0), each with a value.
 type Curve = Vec<(f64, f64)>;
 
 /// Splits points into a curve for each run.

@@ -94,9 +94,9 @@ pub struct Top {
     pub status: Option<Status>,
     /// Why we have no newer status.
     pub problem: Option<String>,
-    /// Savings since we began to show them.
+    /// The run's savings since `top` began to show them.
     pub seen: Vec<Point>,
-    /// Savings before that, and how far back they go.
+    /// The history from the daemon's file, and how far back we show it.
     pub history: Moments,
     pub since: Duration,
     /// The number of events below the last one shown.
@@ -158,7 +158,7 @@ impl Top {
         self.now = answer.time;
         match answer.status {
             Ok(status) => {
-                // This is another run, so we begin a new curve.
+                // If the run's time has gone back, this is another run, so we begin a new curve.
                 if self.seen.last().is_some_and(|last| last.seconds > status.activity.seconds) {
                     self.seen.clear();
                 }
@@ -178,7 +178,7 @@ impl Top {
             self.history = history;
         }
         match answer.explanation {
-            // The user has just chosen another process.
+            // This is about another process: the user has just chosen a new one.
             Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
             None => {}
             found => self.explanation = found,

@@ -337,7 +337,7 @@ fn picture(top: &mut Top, (width, height): (u16, u16)) -> String {
     svg + "</svg>\n"
 }
 
-/// README shows it.
+/// README.md shows this picture.
 #[test]
 fn the_picture_of_the_readme_is_the_screen() {
     let (run, before) = watched();
