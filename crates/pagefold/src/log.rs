@@ -73,7 +73,7 @@ pub fn set_levels(levels: &LogLevels) {
 
 struct Log {
     to_journal: bool,
-    /// Writes a line with this rank. The line may contain anything.
+    /// Writes a line after a prefix with its rank. The line may contain any characters.
     write: fn(&str, &str),
 }
 

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 const AGE_LEAST: Duration = Duration::from_secs(1);
 /// We cache a page for at most this long.
 const AGE_MOST: Duration = Duration::from_secs(10);
-/// Between these bounds, we cache it long enough that rendering takes at most 1/`PAGE_PART` of a core.
+/// Between these bounds, we cache a page for so long that making pages takes at most 1/`PAGE_PART` of a core.
 const PAGE_PART: u32 = 1_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -82,7 +82,8 @@ impl Place {
         Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
     }
 
-    /// Writes a new file and renames it over the old one. If that's a link, we replace the link and don't follow it.
+    /// Writes a new file and renames it over the old one. If the old one is a symbolic link, we replace it and don't
+    /// follow it.
     pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         let written = self.create(mode).and_then(|mut file| fill(&mut file));
         let written = written.and_then(|()| fs::rename(&self.beside, &self.path));

@@ -154,8 +154,8 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector. If it dies, we start it again, with only the rights that [`give_up_rights`] leaves us. They
-/// include all that it needs.
+/// Starts the injector. If it dies, we start it again, with only the rights that [`give_up_rights`] leaves us; those
+/// are all it needs.
 pub fn injector() -> Result<Injector> {
     Injector::keep_running(injector_command).context("cannot start the injector process")
 }
@@ -214,7 +214,7 @@ fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, 
     if scoped.process.stat()?.state == b'T' {
         return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
     }
-    // A program can hold this up during an exec.
+    // During an exec of the process this may block, so a thread does it that we can leave behind.
     let process = scoped.process.clone();
     if run_abandonable(move || is_frozen(&process)).unwrap_or(false) {
         return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
@@ -244,7 +244,7 @@ pub fn inject_code(error: &InjectError) -> u8 {
 mod tests {
     use super::*;
 
-    /// The exit code with which we refuse merging on request by this file.
+    /// The exit code with which we refuse merging on request if `device` is this file.
     fn refusal(device: &Path) -> Option<u8> {
         let choose = |choice| {
             let root = pagefold_ksm::KSM_ROOT;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
 const JOURNAL: &str = "/run/systemd/journal/socket";
-/// We print this many messages that other programs cause at once, and after each interval one more.
+/// Of the messages that other programs cause, we print this many at once, and one more after each interval.
 const MESSAGES_MOST: u32 = 100;
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.
@@ -184,7 +184,7 @@ mod tests {
             manager.alive(begun + Duration::from_secs(second), || format!("second {second}"));
         }
         assert_eq!(messages(), ["READY=1", "STATUS=second 1", "WATCHDOG=1", "WATCHDOG=1", "STATUS=second 12"]);
-        // Its queue is full.
+        // The manager's queue is full now, which must not block us.
         (0..10_000).for_each(|_| manager.ready());
         assert!(messages().len() < 10_000);
     }

@@ -15,8 +15,9 @@ const BESIDES: u64 = 4;
 /// If nothing was merged for this time, we assume that nothing more will be.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// At least so much is saved of the most that an oracle could save within the limits: one that chooses for each page whose
-/// copy stays. ksmd always keeps the copy of a process that was marked later, so one of the cgroups never pays.
+/// We must save at least this share, in percent, of what an oracle could save that chooses for each page whose copy
+/// stays. ksmd always keeps the copy of a process that was marked later, so the headroom of the first one is never
+/// used.
 const SAVED_PERCENT: u64 = 45;
 
 /// What happens to the daemon before the programs write.
@@ -75,7 +76,7 @@ fn settle(programs: &[Contained]) {
     }
 }
 
-/// Returns the saved share of what an oracle could save, per cent.
+/// Plays a round. Returns how much is saved, in percent of what an oracle could save.
 fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
     let fate = match number % 4 {
         0 => Fate::Stopped,
@@ -176,7 +177,8 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
-    // The program whose cgroup is charged most writes first. Now there's headroom for a third of that memory.
+    // Lower the limits, so that there's headroom for a third of that memory. The program that is charged most writes
+    // first.
     programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
     for program in &programs {
         program.cgroup.limit(LOWERED);

@@ -108,7 +108,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
         &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Mappings that are always left alone"],
     );
 
-    // Both together.
+    // Explain both processes together.
     let [first, second] = [pids[0], pids[1]].map(|pid| pid.to_string());
     let both = json_of(&["explain", &first, &second]);
     let rows = both["processes"].as_array().unwrap();
@@ -383,7 +383,7 @@ fn a_service_manager_is_told_how_a_run_goes() {
         String::from_utf8_lossy(&bytes[..length]).into_owned()
     };
     assert_eq!(next(), "READY=1");
-    // By then the daemon must answer.
+    // A daemon that is ready must answer.
     assert_eq!(status()["pid"], run.pid());
     let other_than_alive = || std::iter::repeat_with(next).find(|message| !message.starts_with("WATCHDOG")).unwrap();
     let first = other_than_alive();

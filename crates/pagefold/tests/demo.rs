@@ -25,7 +25,7 @@ fn every_part_is_shown_and_everything_is_restored() {
     for number in 1..=6 {
         assert!(text.lines().any(|line| line.starts_with(&format!("{number}  "))), "part {number} is missing: {text}");
     }
-    // Three workers hold 9.5 MiB in common, so 19 MiB of that can be saved, and 4.5 MiB of zeros together.
+    // Three workers hold the same 9.5 MiB, so 19 MiB can be saved, and 4.5 MiB of zeros in all.
     let held = mebibytes_before(&text, " MiB together");
     let savable = mebibytes_before(&text, " MiB of ");
     assert!(held == 46 && (23..=25).contains(&savable), "{text}");
@@ -43,7 +43,7 @@ fn every_part_is_shown_and_everything_is_restored() {
 #[test]
 fn an_interrupted_demo_restores_everything() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // ksmd merges those that mark themselves, too.
+    // These programs mark their own memory, and ksmd merges it, too.
     let mut bystanders = [Holder::with(2_048, 5), Holder::with(2_048, 5)];
     for holder in &mut bystanders {
         holder.mark(0, 2_048);

@@ -41,7 +41,7 @@ fn assert_apart(some: &[i32], others: &[i32]) {
     assert_eq!(frames(some).intersection(&frames(others)).count(), 0, "pages are shared");
 }
 
-/// The options of a run with trust domains, by ksmd.
+/// The options of a run that merges by ksmd in the trust domains of this configuration.
 fn options(config: &ConfigFile) -> [&str; 6] {
     ["--config", config.name(), "--governor", "full", "--mechanism", "ksmd"]
 }
@@ -127,7 +127,7 @@ fn write_doubled(holder: &mut Holder, content: u64) {
     }
 }
 
-/// A process that belongs to another user.
+/// Makes the process another user's.
 fn become_other(holder: &mut Holder) {
     assert_eq!(holder.ask("user 4321"), 0);
 }
@@ -136,8 +136,8 @@ fn left_alone(status: &serde_json::Value, pid: i32) -> serde_json::Value {
     row(&status["processes"], "pid", pid)["left_alone"].clone()
 }
 
-/// One process is traced, as by a debugger, and the other can't say whether it's dumpable. An attacker writes the same
-/// contents.
+/// One victim is traced, as by a debugger. The other one sleeps, so it can't say whether it's dumpable. Attackers write
+/// the victims' contents.
 #[test]
 fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };

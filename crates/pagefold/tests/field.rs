@@ -1,4 +1,5 @@
-//! Set-ups that people who merge memory have reported in public, rebuilt small, each with the value that is right.
+//! Setups that people who merge memory have reported in public, rebuilt in small. For each, we check our figures
+//! against the true value.
 //!
 //! The truth is frames: the sum of Pss_Anon of the case's own processes. KSM's counters count children of a fork several
 //! times, and keep what has been unmapped.
@@ -10,7 +11,8 @@
 //! | `figures` | what we say is saved, and who else uses KSM |
 //! | `selection` | programs that are hard to find, to ask or to merge |
 //!
-//! 32-bit programs, upgraded ones beside strangers, and who is left alone are in `tests/selection.rs`.
+//! 32-bit programs, upgraded programs beside strangers' ones, and processes that are left alone are in
+//! `tests/selection.rs`.
 
 #[path = "field/families.rs"]
 mod families;
@@ -27,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// The contents that all programs of a case have in common start here.
 const COMMON: u64 = 0xf1e1_d000 << 24;
-/// How long the cases last in which something must stay as it is, and the variable that sets another time, in seconds.
+/// How many seconds we check that something stays as it is, and the variable that sets another time.
 const SHORT: u64 = 40;
 const SECONDS_VARIABLE: &str = "PAGEFOLD_FIELD_SECONDS";
 
@@ -36,7 +38,7 @@ fn run(pids: &[i32]) -> Daemon {
     Daemon::on(pids, &["--governor", "full", "--mechanism", "ksmd"]).answering()
 }
 
-/// A program with so many MiB that all others of its kind have, too.
+/// A program that holds this many MiB, with the same contents as all others that this makes.
 fn program_with(mib: u64) -> Holder {
     Holder::with(mib * PAGES_PER_MIB, COMMON)
 }
@@ -58,7 +60,7 @@ fn saved_mib(unmerged: u64, pids: &[i32]) -> u64 {
     unmerged.saturating_sub(held(pids)) / MIB
 }
 
-/// At least so much is saved after this time at the latest.
+/// Waits up to `seconds` until at least `least_mib` are saved.
 #[track_caller]
 fn assert_saves(unmerged: u64, pids: &[i32], least_mib: u64, seconds: u64) {
     let began = Instant::now();
@@ -81,8 +83,8 @@ fn duration() -> Duration {
     Duration::from_secs(std::env::var(SECONDS_VARIABLE).map_or(SHORT, |seconds| seconds.parse().unwrap()))
 }
 
-/// Services whose heaps were touched in advance: zeros that are never written, beside data that a pointer walks through
-/// again and again, writing what was there.
+/// Services whose heaps were touched in advance: most of it zeros that are never written, and some data that is
+/// rewritten with the same contents again and again.
 #[test]
 fn zeros_stay_merged_beside_data_that_is_rewritten() {
     const PAGES: u64 = 256 * PAGES_PER_MIB;

@@ -143,7 +143,7 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     counts
 }
 
-/// Waits up to a minute, as processors may be busy, and checks the shufflers meanwhile.
+/// Waits up to 100 s, as processors may be busy, and checks the shufflers meanwhile.
 #[track_caller]
 fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(100);
@@ -195,7 +195,7 @@ fn huge_pages_come_back_where_merges_do_not_last() {
         return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
-    // They come back to each page after ten seconds.
+    // The shufflers rewrite each page about every ten seconds.
     let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=rewrite pause-us=800", None);
     let pids = pids(&shufflers);
     let huge_mib =
@@ -222,7 +222,7 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
     let (ins, outs) = (vmstat("pswpin"), vmstat("pswpout"));
-    // Together they hold 150 MiB, and they have children that write.
+    // Together the shufflers hold 150 MiB, and they have children that write.
     limited.limit(200 * MIB);
     let mut shufflers = start(3, "", Some(&limited));
     let reclaim = Reclaim::start(&limited);
@@ -237,7 +237,8 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     drop(swap);
 }
 
-/// Starts shufflers that only read, and others, in a cgroup that may get a limit. Waits until the first are merged.
+/// Starts shufflers that only read, and shufflers with the settings `others`, in one cgroup. Waits until the ones that
+/// only read are merged.
 fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
     let mut shufflers = start(3, "mib=96 share=100 ops=check", Some(limited));
     let others = others.iter().map(|settings| Shuffler::start(settings, Some(limited.path()))).collect();
@@ -330,7 +331,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // They come back to each page after ten seconds. Even if they write all, there's headroom for that.
+    // The shufflers rewrite each page about every ten seconds. Even if they write all, there's headroom for that.
     let settings = "mib=24 regions=2 share=100 ops=rewrite pause-us=1600";
     let mut shufflers = start(2, settings, Some(&limited));
     let pids = pids(&shufflers);
@@ -344,7 +345,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     println!("COW-broken, and {} of {} MiB stay marked", marked() / MIB, before / MIB);
-    // Extents whose pages have just been written need little room.
+    // Extents whose pages have just been written need little headroom.
     assert!(marked() > before / 3);
     // Once there's headroom, the memory is unmarked.
     limited.unlimited();

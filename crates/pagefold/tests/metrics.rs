@@ -115,7 +115,7 @@ impl Prometheus {
         Self { child, port, dir }
     }
 
-    /// The answer of its API, if there is one.
+    /// The answer of Prometheus, if there is one.
     fn get(&self, path: &str) -> Option<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -252,7 +252,7 @@ fn anonymous(pid: i32) -> u64 {
     kib(&format!("/proc/{pid}/status"), "RssAnon") << 10
 }
 
-/// CPU time of a process, seconds.
+/// The daemon's CPU time so far, seconds.
 fn cpu_seconds() -> f64 {
     status()["cpu_seconds"]["pagefold"].as_f64().unwrap()
 }

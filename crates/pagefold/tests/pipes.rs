@@ -65,7 +65,7 @@ fn full_queue(path: &Path) -> UnixDatagram {
     }
 }
 
-/// Two programs to merge, and one that the daemon leaves alone, and says so. The configuration is empty.
+/// Two programs to merge, and one that the daemon leaves alone with a message. The configuration is empty.
 struct Programs {
     pair: [Tenant; 2],
     left_alone: Tenant,

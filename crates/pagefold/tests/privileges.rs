@@ -102,7 +102,7 @@ impl Holder {
     }
 }
 
-/// A pair of each kind that may be merged, and one of a kind that must not.
+/// A pair of each kind of process that may be merged, and a pair that may not.
 fn pairs() -> Vec<Holder> {
     let kinds = ["of root", "of another user", "in a user namespace", "filtered", "undumpable"];
     kinds.iter().flat_map(|&kind| [Holder::start(kind), Holder::start(kind)]).collect()
@@ -175,7 +175,7 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let why = String::from_utf8(pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     let (_, way) = why.split_once("not dumpable: its memory is private (--allow ").unwrap();
     let (program, _) = way.split_once(" lets it in)").unwrap();
-    // Both work: the name of the program, and the one that the process shows, which is a link to it.
+    // Both names work: the program's, and that of the link by which it was started.
     for name in [program, "python3"] {
         succeed(&with_pids(&["scan"], &pids[..2], &["--allow", name]));
     }
@@ -295,7 +295,7 @@ for path in / /sys /run /tmp; do ! mountpoint -q $path || mount -o remount,bind,
 exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
 "#;
 
-/// This does by hand the same as systemd does with pagefold.service and pagefold-injector.socket.
+/// We do by hand what systemd does with pagefold.service and pagefold-injector.socket.
 #[test]
 fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -479,7 +479,7 @@ fn assert_discloses_no_contents(document: &Value) {
         match leaf {
             // A user address has up to twelve digits, a kernel address sixteen.
             Value::String(text) if key == "range" => assert!(longest_hex(text) <= 16, "{text}"),
-            // Names of containers and of their control groups contain such long numbers.
+            // Names of containers and of their cgroups contain such long hexadecimal numbers.
             Value::String(text) => {
                 let is_name = ["cgroup", "workload", "name"].contains(&key);
                 assert!(is_name || longest_hex(text) < 16, "{key}: {text}");
@@ -543,7 +543,7 @@ fn systemd_accepts_the_units() {
     }
 }
 
-/// By the ratings in docs/privileges.md, in tenths.
+/// docs/privileges.md has these ratings of `systemd-analyze security`, here in tenths.
 #[test]
 fn the_units_are_as_confined_as_documented() {
     let dir = installed();

@@ -101,7 +101,7 @@ fn without_room_for_all_the_warning_comes_long_before_the_pages_do() {
     assert_has(&succeed(&["status"]), &["overcommitted", limited.path().file_name().unwrap().to_str().unwrap()]);
     std::thread::sleep(EARLY);
     assert!(warned.elapsed() >= EARLY);
-    // They need more than the limit, so the kernel would have to kill one even without pagefold.
+    // Together the programs need more than the limit, so the kernel would have to kill one even without pagefold.
     let answered = diverge(&mut holders);
     // A program may be killed after its answer, while another one is still writing.
     let dead = |holders: &[Holder]| holders.iter().filter(|holder| !is_alive(holder.pid())).count() as u64;

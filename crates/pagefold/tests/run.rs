@@ -59,7 +59,7 @@ fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
     daemon.stop()
 }
 
-/// The most time that the default governor takes for most of the saving, and its share of a core meanwhile.
+/// The most time that the default governor may take for most of the saving.
 const FIRST_SAVING: Duration = Duration::from_secs(60);
 
 #[test]
@@ -105,7 +105,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
     assert!(marked.abs_diff(found) <= MIB, "{marked} marked, and {found} by smaps");
     for &pid in &pids {
-        // This includes unique memory in the same mapping as the common memory.
+        // What's marked includes unique memory in the same mapping as the common memory.
         let Marks { marked, merged } = marks(pid);
         assert!((most(savable)..savable + 30 * MIB).contains(&marked), "{marked}");
         assert!(merged >= most(savable), "{merged}");
@@ -173,7 +173,7 @@ fn a_signal_ends_a_run_cleanly_at_any_time() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(96, 0, 3);
     let pids = pids(&pair);
-    // Kill the run while it reads.
+    // Interrupt the run while it reads.
     let daemon = Daemon::on(&pids, &[]);
     wait_until_begun();
     daemon.signal(libc::SIGINT);

@@ -14,7 +14,7 @@ fn holder(mib: u64, content: u64) -> Holder {
     holder
 }
 
-/// Waits until the figure, which may be some seconds old, is within 2 % of the truth.
+/// Waits until `status`, whose figure may be some seconds old, is within 2 % of the truth.
 #[track_caller]
 fn assert_true(when: &str, unmerged: u64, pids: &[i32]) {
     let began = Instant::now();

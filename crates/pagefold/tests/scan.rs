@@ -219,7 +219,7 @@ fn without_a_scope_the_whole_host_is_shown_with_a_command_that_works() {
     if !can_read_pages() {
         return;
     }
-    // The host is a pid namespace of its own.
+    // A pid namespace of its own stands for the host.
     let script = r"
 import json, subprocess, sys
 hold = '''import hashlib, mmap, sys

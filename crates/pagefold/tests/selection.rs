@@ -36,7 +36,7 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     let foreign = ProgramCopy::of(&victim_binary("holder"), "pf-upgraded");
     let content = 0x5e1e_0001 << 32;
     let mut holders = vec![filled(Holder::start_as(&program, PAGES), content)];
-    // As a service with PrivateTmp= runs it: with copies of all mounts.
+    // Run it as in a service with PrivateTmp=, where it has copies of all mounts.
     let with_mounts = Holder::by(Command::new("unshare").args(["--mount", program.name()]), PAGES);
     holders.push(filled(with_mounts, content));
     let new = format!("{}.new", program.name());
@@ -94,7 +94,7 @@ fn a_32_bit_program_has_one_reason_everywhere() {
     assert_eq!(row(&daemon.stop()["left_alone"], "pid", compat.pid())["reason"], reason);
 }
 
-/// Two processes that hold the same 16 MiB, prepared by a Python program that has them as `data`.
+/// Two Python programs that hold the same 16 MiB. `prepare` is code that each runs, with this memory as `data`.
 fn alike(prepare: &str) -> [Script; 2] {
     let text = format!(
         "import ctypes, hashlib, mmap, os, struct, sys
@@ -137,7 +137,7 @@ fn pinned_memory_is_not_promised() {
     if !can_read_pages() {
         return;
     }
-    // As many buffers of io_uring: io_uring_setup and io_uring_register.
+    // Register `data` as a buffer of io_uring (io_uring_setup and io_uring_register), which pins it.
     let pinned = alike(
         "call = ctypes.CDLL(None, use_errno=True).syscall
 ring = call(425, 8, ctypes.byref((ctypes.c_char * 120)()))
@@ -156,7 +156,7 @@ if ring < 0 or call(427, ring, 0, buffer, 1) < 0:
         let process = row(&scan["processes"], "pid", pid);
         let reason = "pinned for I/O (VmPin), which KSM cannot merge";
         let pinned = row(&process["excluded"], "reason", reason)["bytes"].as_u64().unwrap();
-        // Less what drivers may have pinned: the ring's own pages.
+        // We subtract what drivers may have pinned, here the ring's own pages.
         assert!((15 * MIB..=16 * MIB).contains(&pinned), "{process}");
         assert!(process["savable_bytes"].as_u64().unwrap() < 8 * MIB, "{process}");
     }

@@ -163,9 +163,9 @@ fn the_time_of_a_write_says_nothing_about_another_domain() {
     ksm.assert_restored();
 }
 
-/// Each of two copies of a program holds a guess, beside pages that only the other copy also has. If a guess at another
-/// domain's contents decided whether that memory gets marked, the flag `mg` in its own smaps would tell an attacker
-/// whether the guess was right.
+/// Each of two copies of the attacker's program holds guesses, each beside pages that only the other copy also has. If
+/// a guess at another domain's contents decided whether that memory gets marked, the flag `mg` in its own smaps would
+/// tell the attacker whether the guess was right.
 #[test]
 fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     const GUESSES: u64 = 20;

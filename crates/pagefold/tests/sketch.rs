@@ -187,7 +187,7 @@ fn a_run_keeps_sketches_and_replaces_their_file() {
     assert_eq!(row.host, "node-2");
     assert!((2050..2200).contains(&(row.read_bytes / PAGE)), "{row:?}");
     run.stop();
-    // There are no other files left, not even the one that is renamed.
+    // No other file is left, not even the new one that is renamed.
     let mut names: Vec<_> = fleet.dir.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["key", "node-2.parquet"]);

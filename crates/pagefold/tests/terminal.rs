@@ -1,4 +1,4 @@
-//! No output shows names that others choose as they are, since they could control the terminal.
+//! All output escapes names that others choose, since they could control the terminal.
 
 use pagefold_testkit::*;
 use pagefold_text::escape::is_unsafe;

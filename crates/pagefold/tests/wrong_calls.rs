@@ -14,7 +14,7 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["config", "chek"], "config check"),
     (&["unmerge", "-pid", "4711"], "unmerge --pid 4711"),
     (&["run", "-exe=redis-server"], "run --exe=redis-server"),
-    // called otherwise by other programs
+    // named differently in other programs
     (&["start", "redis-server"], "run redis-server"),
     (&["merge", "--name", "redis-server"], "run --exe redis-server"),
     (&["list"], "scan"),
@@ -28,7 +28,7 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["run", "--pid", "redis-server"], "run --exe redis-server"),
     (&["scan", "--pid=my server"], "scan '--exe=my server'"),
     (&["top", "--since", "6"], "top --since 6h"),
-    // the opposite is near
+    // words whose nearest command does the opposite
     (&["unexclude", "redis-server"], "include redis-server"),
     (&["unpause"], "resume"),
     (&["run", "--exe", "redis-server", "--disallow", "vault"], "run --exe redis-server --deny vault"),
@@ -39,7 +39,7 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["scan", "--html"], "scan --unit nginx --exact --html scan.html"),
 ];
 
-/// Lines that need not be answered, because they work: words for which other programs need a flag.
+/// Lines that work as they are, although other programs need a flag for some of these words.
 const WORK: &[&[&str]] = &[
     &["scan", "redis-server"],
     &["scan", "4711"],
@@ -63,7 +63,7 @@ fn a_wrong_call_is_answered_with_the_line_that_works() {
     assert!(CALLS.len() >= 20);
     for (wrong, right) in CALLS {
         assert_fails(wrong, 2, &format!("; try pagefold {right}\n"));
-        // As the shell would pass it.
+        // A shell would pass this as one word.
         let words = right.replace("'--exe=my server'", "--exe=my_server");
         let words: Vec<&str> = words.split(' ').take_while(|word| *word != "--").collect();
         assert_parses(&words);

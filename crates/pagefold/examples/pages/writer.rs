@@ -14,7 +14,7 @@ pub const SOURCE: &str = concat!("pagefold ", env!("CARGO_PKG_VERSION"));
 /// A table for manual pages: its title, its pages, and its rows.
 type Table = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
 
-/// The daemon's page. It's in section 8, those of the other commands are in section 1.
+/// The daemon's page. It's the only one in section 8; the other commands' pages are in section 1.
 const DAEMON: &str = "pagefold-run";
 
 /// Writes a directory with the program's name. Its files have the same paths as below /usr/local.

@@ -284,7 +284,7 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample
     samples
 }
 
-/// A domain mustn't learn how much the programs of another domain have in common.
+/// No samples if there are several trust domains: one mustn't learn how much the programs of another have in common.
 fn of_one_domain(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
     if status.programs.domains.len() > 1 { Vec::new() } else { of_scopes(status, value) }
 }

@@ -85,7 +85,7 @@ mod tests {
         let path = dir.path().join("m.prom");
         let victim = dir.path().join("victim");
         fs::write(&victim, "as it was").unwrap();
-        // Where we create the file to rename, there's a link: we must remove it and not follow it.
+        // A link lies where we create the new file: we must remove the link and not follow it.
         symlink(&victim, dir.path().join(".m.prom.new")).unwrap();
         let file = MetricsFile::open(&path).unwrap();
         assert!(!path.exists());

@@ -99,7 +99,7 @@ impl Connection {
         if self.answer.is_empty() { Ready::Read(fd) } else { Ready::Write(fd) }
     }
 
-    /// Reads or writes as much as it can without waiting. Returns whether there's more to do.
+    /// Reads or writes as much as possible without waiting. Returns whether there's more to do.
     fn go_on(&mut self, page: &mut impl FnMut() -> Result<Arc<str>, String>) -> bool {
         let ended = self.advance(page);
         ended.is_err_and(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))

@@ -75,7 +75,7 @@ fn what_is_no_request_is_refused() {
     while parts.write_all(b"a").is_ok() {
         thread::sleep(Duration::from_millis(1));
     }
-    // These clients send nothing, and half a request.
+    // One client sends nothing, another one half a request.
     assert_eq!(TcpStream::connect(address).map(drop).ok(), Some(()));
     let mut half = TcpStream::connect(address).unwrap();
     half.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();

@@ -24,7 +24,7 @@ impl Kind {
 /// A value of a metric.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Follows the metric's name.
+    /// Appended to the metric's name, such as `_bucket`.
     pub suffix: &'static str,
     pub labels: Vec<(&'static str, String)>,
     pub value: f64,

@@ -160,9 +160,9 @@ impl Chart {
 /// The unit of a vertical axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit {
-    /// Units are powers of this number.
+    /// Units such as KiB and MiB are powers of this number.
     base: f64,
-    /// The axis ends at this value or later.
+    /// The axis never ends below this value.
     least: f64,
     pub write: fn(f64) -> String,
 }
@@ -171,7 +171,7 @@ impl Unit {
     pub const BYTES: Self = Self { base: 1024.0, least: 4_194_304.0, write: |value| human(whole(value)) };
     pub const PERCENT: Self = Self { base: 10.0, least: 4.0, write: |value| percent(value, 100.0) };
 
-    /// The end of an axis for these values: a step times a power of ten of a unit.
+    /// Where an axis for these values ends: at one of [`STEPS`], times a power of ten, in the largest unit that fits.
     pub fn axis_end(&self, values: impl IntoIterator<Item = f64>) -> f64 {
         let most = values.into_iter().fold(self.least, f64::max);
         let mut unit = 1.0;
@@ -252,7 +252,7 @@ mod tests {
     fn colours_differ_enough_in_both_themes() {
         let themes: Vec<&str> = STYLE.lines().filter(|line| line.contains(":root")).collect();
         assert_eq!(themes.len(), 2);
-        // Colours of the same brightness are parted by lines of the card's colour.
+        // Neighbouring colours of similar brightness aren't listed: lines of the card's colour separate them.
         let mut pairs = vec![("zero", "rest", 3.0), ("within", "across", 3.0), ("within", "zero", 3.0)];
         for layer in ["zero", "across", "fork"] {
             pairs.extend([("merged", layer, 3.0), (layer, "rest", 3.0), (layer, "card", 3.0)]);

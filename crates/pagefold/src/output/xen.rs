@@ -1,5 +1,5 @@
-//! Xen's own figures, for `status` and the summary of a run. They come from pagefold-xen, whose runs answer `status`,
-//! too.
+//! Xen's own figures, for `status` and the summary of a run. Only pagefold-xen's runs have them, but the commands for
+//! both kinds of runs are the same.
 
 use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};

@@ -75,7 +75,7 @@ impl Keeper {
         self.reading.is_some() || !self.left.is_empty()
     }
 
-    /// Reads about `most` pages, or fewer if `allow` permits fewer for the process to read.
+    /// Reads about `most` pages. `allow` says how many of them we may read from a process now.
     pub fn step(
         &mut self,
         host: &mut LiveHost,

@@ -13,13 +13,14 @@ use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// We remember this many frames shared through fork (512 MiB of a workload), to count each once, and skip any more.
+/// We remember this many frames shared through fork (512 MiB of a workload), to count each of them once. We don't count
+/// any beyond that.
 const SHARED_MOST: usize = 1 << 17;
 
-/// While we read a process, it may grow to twice its size plus this many pages (256 MiB).
+/// We stop reading a process that has grown meanwhile to twice its size plus this many pages (256 MiB).
 const ENDLESS_PAGES: u64 = 1 << 16;
 
-/// The key of a process.
+/// A process's pid and start time.
 pub type ProcessId = (i32, u64);
 
 /// A workload that we're reading.
@@ -29,13 +30,13 @@ pub struct Reading {
     began: Now,
     /// Processes still to read. The last one is next.
     left: Vec<Member>,
-    /// How far we've read that next process.
+    /// How far we've read the next process.
     pub cursor: ReadCursor,
     counter: Counter,
     zeros: u64,
-    /// Pages that we've read of that next process.
+    /// Pages that we've read of the next process.
     read: u64,
-    /// Pages that we didn't read, of the processes that we're done with.
+    /// Resident pages that we didn't read, in the processes that we've finished.
     unread: u64,
     merged_of_next: u64,
     shared: HashSet<u32>,
@@ -43,7 +44,7 @@ pub struct Reading {
     processes: Vec<Arc<Process>>,
 }
 
-/// Facts with which we compare the workload's next sketch.
+/// Facts that we keep to compare them with the workload's next sketch.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// CPU time so far, nanoseconds.
@@ -59,7 +60,7 @@ impl Known {
     }
 }
 
-/// A complete sketch and the facts for its successor.
+/// A complete sketch, and the facts to compare with the next one.
 #[derive(Debug)]
 pub struct Finished {
     pub id: Id,
@@ -140,7 +141,7 @@ impl Reading {
     }
 
     /// Makes the row once all processes are read. `zeros_merged` is the workload's number of merged zero pages.
-    /// `sharing` counts the machine's pages that KSM has merged into others, and `shared` the pages that these share.
+    /// `sharing` and `shared` are KSM's counters `pages_sharing` and `pages_shared`.
     pub fn finish(
         self,
         fleet: &Fleet,

@@ -3,14 +3,15 @@
 use super::*;
 use serde_json::Value;
 
-/// Reads with a fallback, so that a run may continue without a message. We list processes each time (loadavg), keep
-/// using the last value (schedstat, vmstat), or don't read pages that may be merged (kpageflags).
+/// If one of these fails, a run may continue without a message. Without loadavg we list processes each time, without
+/// schedstat and vmstat we keep the last value, and without kpageflags we don't read pages that may be merged.
 const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
 
 /// Reads that `pagefold unmerge` makes.
 const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
 
-/// From which of its passages on a read should fail, in the middle of a quick run. `None` if it happens only once.
+/// From which repetition on a read should fail, so that this is in the middle of a quick run. `None` if a run makes
+/// this read only once.
 fn middle(read: &str) -> Option<u32> {
     Some(match read {
         "read:cgroup"

@@ -92,7 +92,7 @@ fn a_stuck_target_does_not_delay_others() {
     let spec = spec(COMMON_MIB, 0, 64);
     let first = Tenant::start(&exe, &spec).unwrap();
     let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.name())];
-    // The target mustn't be marked before it's stuck, or ksmd would wait for it, too, as some of its pages are equal.
+    // The target has equal pages. If it were marked before it's stuck, ksmd would wait for its lock, too.
     let daemon = Daemon::start(&["run", "--json", "--governor=full", "--duplicate-threshold=50", &named[0], &named[1]]);
     wait_until("the run has begun", || Path::new("/run/pagefold/control.sock").exists());
     stuck.get_stuck();

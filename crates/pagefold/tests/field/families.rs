@@ -29,7 +29,7 @@ fn masters_with_workers_save_as_much_as_masters_alone() {
     ksm.end(daemon, &pids);
 }
 
-/// What the kernel counts as saved grows with each worker that ksmd visits.
+/// The kernel's count of what's saved grows with each worker that ksmd visits.
 #[test]
 fn pages_of_workers_are_not_counted_as_saved() {
     let Some(_ksm) = KsmAtRest::take() else { return };

@@ -3,14 +3,15 @@
 use crate::*;
 use pagefold_testkit::limit::Limited;
 
-/// Each program holds so much, all the same.
+/// Each program holds this much memory, with the same contents.
 const MIB_EACH: u64 = 60;
-/// Its limit, MiB: it could keep 24 MiB for others, so three of them can keep all of it once.
+/// A program's limit, MiB. It leaves headroom for 24 MiB of copies that others use, so three programs can keep one copy
+/// of all.
 const LIMIT: u64 = MIB_EACH * 140 / 100;
-/// Of what could be saved without anybody being killed. ksmd keeps the copy of whoever was marked last, so the headroom of
-/// the first is never used: two thirds are the most there.
+/// The least that we must save, in percent of what could be saved without anybody being killed. ksmd keeps the copy of
+/// whoever was marked last, so the first program's headroom is never used, and at most two thirds can be saved.
 const LEAST_PERCENT: u64 = 60;
-/// The last part comes extent by extent, each after two scans.
+/// How long that may take. The last part is merged extent by extent, each after two scans.
 const SECONDS: u64 = 60;
 
 #[test]
@@ -39,7 +40,7 @@ fn containers_that_rewrite_their_memory_in_turn_live() {
         saved = saved_mib(unmerged, &pids);
     }
     println!("{saved} MiB of {most} saved after {} s", start.elapsed().as_secs());
-    // Nothing is merged and nothing given back while they write.
+    // The daemon must merge and unmerge nothing while they write.
     daemon.signal(libc::SIGSTOP);
     let mut order = [0, 1, 2];
     order.sort_by_key(|&at: &usize| std::cmp::Reverse(limits[at].usage()));

@@ -1,5 +1,5 @@
-//! Programs that are hard to find, to ask or to merge: what is left out is listed with its reason, and what is promised
-//! is what can be merged.
+//! Programs that are hard to find, to ask or to merge. We must list what we leave out, with the reason, and promise
+//! only what can be merged.
 
 use crate::*;
 use std::path::Path;
@@ -27,7 +27,7 @@ fn nothing_is_promised_for_pinned_memory() {
     let expected = |region: &Value| region["expected_bytes"].as_u64().unwrap_or(0);
     let expected: u64 = explanation["regions"].as_array().unwrap().iter().map(expected).sum();
     assert!(expected <= 5 * MIB, "{expected} bytes are expected to be merged");
-    // ksmd's records for pages that it can't merge are for nothing.
+    // If we marked pages that ksmd can't merge, its records for them would be wasted.
     let metadata = status()["metadata_bytes"].as_u64().unwrap();
     assert!(metadata <= MIB / 2, "{metadata} bytes of records");
     ksm.end(daemon, &pids);
@@ -95,7 +95,7 @@ fn a_heap_beside_20_000_mappings_of_files_is_merged() {
     ksm.end(daemon, &pids);
 }
 
-/// Browsers are on the deny list.
+/// Browsers are on the deny list, so the printed command must allow this one.
 #[test]
 fn the_command_that_scan_prints_works_as_it_stands() {
     let Some(ksm) = KsmAtRest::take() else { return };

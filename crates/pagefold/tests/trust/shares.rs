@@ -1,5 +1,5 @@
-//! Forty programs of one user that stall whoever stops them, beside two of root's: these are marked and unmarked as if they
-//! were alone.
+//! Forty programs of one user stall whoever stops them. Beside them, two programs of root are marked and unmarked as if
+//! they were alone.
 
 use super::*;
 use pagefold_testkit::injection::Victim;
@@ -15,7 +15,7 @@ const UNMARKED_WITHIN: Duration = Duration::from_secs(5);
 struct Hostile {
     victims: Vec<Victim>,
     throttled: Cgroup,
-    /// As a user's session has one.
+    /// The cgroup of all victims, like that of a user's session.
     own: Cgroup,
 }
 
@@ -27,7 +27,7 @@ impl Hostile {
             return None;
         };
         let own = Cgroup::create("unified").expect("cgroup version 2");
-        // Their threads may run for a thousandth of the time, all together.
+        // All threads in this cgroup together get a thousandth of a core.
         throttled.set("cpu.cfs_period_us", "1000000");
         throttled.set("cpu.cfs_quota_us", "1000");
         let mut hostile = Self { victims: Vec::new(), throttled, own };
@@ -51,7 +51,7 @@ impl Hostile {
 
 impl Drop for Hostile {
     fn drop(&mut self) {
-        // So that they can end.
+        // Let the throttled victims end.
         self.throttled.set("cpu.cfs_quota_us", "-1");
     }
 }
