@@ -31,8 +31,8 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Audit {
     shown: String,
-    /// `None` once the thread has taken it. We must drop rights before we start the thread, as it'd keep the ones it
-    /// starts with.
+    /// `None` once the thread has taken it. We start the thread only after we've dropped rights, because a thread keeps
+    /// the rights that it starts with.
     file: Option<LogFile>,
     orders: Sink<Order>,
     /// Lines lost so far.

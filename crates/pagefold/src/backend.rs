@@ -83,7 +83,7 @@ pub trait Backend: Host + Sized {
 /// A machine's state at the end of a run, for the summary.
 #[derive(Debug)]
 pub struct Ending {
-    /// How many targets we didn't leave alone.
+    /// How many targets in scope we didn't leave alone.
     pub judged: usize,
     pub ended: Ended,
     /// Xen's own figures, if the targets were Xen guests.
@@ -97,7 +97,7 @@ fn keep(host: &LiveHost) {
     if host.is_dry_run() || kept_out.entries().is_empty() && !kept_out::exists() {
         return;
     }
-    // This drops the thread's handle at once, which waits for the write, but not for long.
+    // We drop the handle at once, which waits until the list is written, for two seconds at most.
     let _ = Background::start("kept out", move |_: Receiver<()>| {
         let written = kept_out::turn().and_then(|_turn| kept_out::write(&kept_out));
         if let Err(why) = written {

@@ -1,5 +1,5 @@
-//! The run's latest actions, for `status`, `top` and its page: a list of fixed length. The same code that writes to the
-//! audit log adds events.
+//! The run's latest actions, for `status`, `top` and the web page of `top`: a list of fixed length. The same code that
+//! writes to the audit log adds events.
 //!
 //! If we do the same to a process again within a minute, for the same reason, we count it in the same event. So a
 //! program that causes many events doesn't push all others out of the list at once. The journal gets each event when it

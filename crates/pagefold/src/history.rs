@@ -1,5 +1,5 @@
-//! The savings of runs over time: a file of fixed size, with one moment per minute for a day and one per quarter of an
-//! hour for 30 days.
+//! The savings of runs over time: a file of fixed size, with one record (a moment) per minute for a day and one per
+//! quarter of an hour for 30 days.
 //!
 //! A moment's time determines its slot, so a write touches only that slot and overwrites the oldest moment. If a crash
 //! has torn a slot, its checksum fails, and we treat the slot as empty. A thread writes the file and asks the main loop

@@ -57,7 +57,7 @@ fn path() -> PathBuf {
 /// replaces a newer one.
 ///
 /// # Errors
-/// A clause: another thread has been writing for too long.
+/// Another thread has been writing for too long.
 pub fn turn() -> Result<MutexGuard<'static, ()>, String> {
     static TURN: Mutex<()> = Mutex::new(());
     let end = Instant::now() + TURN_LIMIT;
@@ -99,7 +99,7 @@ fn boot() -> Result<String, Exit> {
 /// Writes the list.
 ///
 /// # Errors
-/// A clause: we can't write the file.
+/// We can't write the file.
 pub fn write(kept_out: &KeptOut) -> Result<(), String> {
     let path = path();
     let boot = boot().map_err(|error| error.to_string())?;

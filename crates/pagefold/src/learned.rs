@@ -52,7 +52,7 @@ impl LearnedFile {
     /// Reads what we've learned since boot. `None` if there's no file, or one from before the boot.
     ///
     /// # Errors
-    /// A sentence: the file isn't readable, or isn't what we wrote.
+    /// The file isn't readable, or isn't what we wrote. The error is a sentence.
     pub fn read(&self) -> Result<Option<Learned>, String> {
         self.try_read().map_err(|why| {
             let shown = ownership::shown(&self.0.path);

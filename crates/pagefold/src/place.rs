@@ -33,7 +33,7 @@ pub fn of_service(name: &str) -> Option<PathBuf> {
 /// Creates a directory that only root can write, if there's none. Its parent must exist.
 ///
 /// # Errors
-/// A clause that continues a sentence about the directory, and the advice.
+/// The error is a clause that completes a sentence about the directory, with advice.
 pub fn create_directory(path: &Path) -> Result<(), String> {
     if path.exists() {
         return Ok(());
@@ -43,8 +43,8 @@ pub fn create_directory(path: &Path) -> Result<(), String> {
     created.map_err(|error| format!("cannot be created: {error}; check {}", shown(&path)))
 }
 
-/// Opens a file for reading, and for writing too if we ask for that. Somebody may have put a link, a pipe or a device in
-/// its place, so the flags rule out surprises.
+/// Opens a file for reading, and with `write` for writing, too. If somebody has put a link, a pipe or a device in its
+/// place, the flags keep us from following or waiting for it.
 pub fn open_regular(path: &Path, write: bool) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
@@ -68,7 +68,7 @@ impl Place {
     /// Checks that no other user can redirect our writes.
     ///
     /// # Errors
-    /// A clause that continues a sentence about the file, and the advice.
+    /// The error is a clause that completes a sentence about the file, with advice.
     pub fn of(path: &Path) -> Result<Self, String> {
         let name = path.file_name().ok_or("has no name; name a file")?;
         let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));

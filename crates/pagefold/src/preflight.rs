@@ -46,7 +46,7 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
-/// Checks that we have the capabilities to read and mark other processes, since root lacks some in most containers, and
+/// Checks that we have the capabilities to read and mark other processes (in most containers root lacks some), and
 /// enters the host's cgroup namespace.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
@@ -214,7 +214,7 @@ fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, 
     if scoped.process.stat()?.state == b'T' {
         return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
     }
-    // During an exec of the process this may block, so a thread does it that we can leave behind.
+    // This may block while the process is in an exec, so we do it on a thread that we can leave behind.
     let process = scoped.process.clone();
     if run_abandonable(move || is_frozen(&process)).unwrap_or(false) {
         return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));

@@ -11,7 +11,7 @@ pub struct Schema {
     pub name: &'static str,
     /// The command that prints it.
     pub about: &'static str,
-    /// Fields and their meanings. Commas separate fields; the field of an object or list begins with its name.
+    /// Fields, with their meanings. Commas separate fields. A field in an object or list has that one's name in front.
     pub fields: &'static [(&'static str, &'static str)],
 }
 

@@ -56,7 +56,7 @@ impl ServiceManager {
         self.send("STOPPING=1\nSTATUS=restoring KSM's settings");
     }
 
-    /// A cycle has ended. `text` describes the run in one line.
+    /// Call this after each cycle. `text` describes the run in one line.
     pub fn alive(&mut self, now: Instant, text: impl FnOnce() -> String) {
         if self.watchdog.is_some_and(|interval| now.duration_since(self.alive) >= interval) {
             self.alive = now;

@@ -228,7 +228,7 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     ksm.end(daemon, &all);
 }
 
-/// A program of another domain has marked its own memory before the run, and has itself traced.
+/// A program of another domain has marked its own memory before the run, and is traced, so we can't unmark it.
 #[test]
 fn a_program_that_marks_itself_holds_up_nothing() {
     let Some(ksm) = KsmAtRest::take() else { return };

@@ -38,7 +38,7 @@ fn run(pids: &[i32]) -> Daemon {
     Daemon::on(pids, &["--governor", "full", "--mechanism", "ksmd"]).answering()
 }
 
-/// A program that holds this many MiB, with the same contents as all others that this makes.
+/// A program that holds this many MiB, with the same contents as any other one made here.
 fn program_with(mib: u64) -> Holder {
     Holder::with(mib * PAGES_PER_MIB, COMMON)
 }
@@ -119,7 +119,7 @@ fn zeros_stay_merged_beside_data_that_is_rewritten() {
     ksm.end(daemon, &pids);
 }
 
-/// Clones of a snapshot: a private mapping of the same file in each, half of it dirtied alike.
+/// Clones of a snapshot. Each maps the same file privately, and dirties half of it with the same contents.
 #[test]
 fn dirtied_copies_of_a_file_merge_and_the_file_stays() {
     const PAGES: u64 = 64 * PAGES_PER_MIB;

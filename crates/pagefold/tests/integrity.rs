@@ -252,7 +252,7 @@ fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler
 /// Unmerging must always leave this much free below the limit.
 const MARGIN: u64 = 32 * MIB;
 
-/// Checks that unmerging stops in time for lack of headroom, with one line.
+/// Checks that unmerging stops in time if headroom is lacking, and says so in one line.
 #[track_caller]
 fn assert_no_room(pids: &[i32]) {
     let began = Instant::now();

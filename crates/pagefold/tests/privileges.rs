@@ -484,7 +484,7 @@ fn assert_discloses_no_contents(document: &Value) {
                 let is_name = ["cgroup", "workload", "name"].contains(&key);
                 assert!(is_name || longest_hex(text) < 16, "{key}: {text}");
             }
-            // A digest of 64 bits is nearly always larger than this; no size or count is.
+            // A digest of 64 bits is nearly always larger than this, and no size or count is that large.
             Value::Number(number) => assert!(number.as_f64().unwrap().abs() < 1e15, "{key}: {number}"),
             _ => {}
         }

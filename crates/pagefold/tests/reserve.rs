@@ -126,7 +126,7 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     wait_until("memory is unmerged", || status()["reserve"]["taken_back_bytes"].as_u64() >= Some(EACH * MIB));
     let row = tight(&limited).unwrap();
     assert_eq!(row["state"], "short", "{row}");
-    // KSM counts the pages until its next scan.
+    // KSM counts the unmerged pages until its next scan.
     wait_until("the pages are given back", || saved.saturating_sub(saved_bytes()) >= EACH * MIB / 100 * 95);
     // The next step would leave less than half of the reserve.
     std::thread::sleep(Duration::from_secs(6));

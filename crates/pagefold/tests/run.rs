@@ -99,7 +99,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     // Two processes of one program have little other memory in common.
     assert!((most(savable)..savable + 2 * MIB).contains(&saved), "saved {saved} of {savable}");
     assert!(saved.abs_diff(saved_bytes()) <= MIB, "the kernel counts {}", saved_bytes());
-    // The figure counts each saved page and the page that it was merged into.
+    // `merged_pages` counts each saved page, and the page that it was merged into.
     assert!(bytes(&summary, "merged_pages") * 4096 >= 2 * most(savable), "{summary}");
     let marked = bytes(&summary, "marked_bytes");
     let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
@@ -562,7 +562,7 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     let [before, after] = [&first, &second].map(|summary| bytes(summary, "pages_read"));
     assert!(after * 5 <= before, "{after} pages read after the restart, {before} before");
     assert_eq!((bytes(&second, "stops"), bytes(&second, "scans")), (0, 0), "{second}");
-    // The only new copies are of pages that the programs write anyway.
+    // The only new COW copies are of pages that the programs write anyway.
     assert!(vmstat("cow_ksm") - broken < 256, "{} copies", vmstat("cow_ksm") - broken);
     println!("{before} pages read by the first run, {after} by the second");
 

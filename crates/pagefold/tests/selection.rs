@@ -212,7 +212,7 @@ fn other_users_of_ksm_are_named_with_what_they_hold() {
     );
     let what = |id: &str| row(&doctor["findings"], "id", id)["what"].as_str().unwrap().to_owned();
     assert_has(&what("programs"), &["KSM is used by holder (pid"]);
-    // By frames: each pair of families saves one of two copies, however many children map it.
+    // `doctor` counts frames: each pair of families saves one of two copies, however many children map it.
     let saved: f64 = what("ksm").split(' ').find_map(|word| word.parse().ok()).unwrap();
     assert!((14.0..20.0).contains(&saved), "{}", what("ksm"));
     drop(daemon);

@@ -93,7 +93,8 @@ fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
     });
 }
 
-/// Attacks a victim with secret pages, which has a replica. With `other_domain` the attacker is another user's process.
+/// Attacks a victim that holds secret pages, as does its replica. With `other_domain` the attacker is another user's
+/// process.
 fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Attack {
     let mut random = Random::new(u64::from(std::process::id()) << 8 | round);
     let secrets: Vec<u64> = (0..PAGES).map(|_| random.below(CANDIDATES)).collect();
@@ -126,7 +127,7 @@ fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Atta
     match way {
         Way::Waits => {}
         Way::Rewrites => {
-            // It waits in vain for its bait to be marked.
+            // The attacker waits in vain for its memory to be marked.
             std::thread::sleep(Duration::from_secs(5));
             assert_eq!(marks(pids[2]), Marks::default());
             write(&mut attacker, &guesses);

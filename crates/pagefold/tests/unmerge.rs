@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const COMMON_MIB: u64 = 32;
 /// How much of that memory must be merged at least.
 const MERGED: u64 = 31 * MIB;
-/// Several rounds with governor full, in which there are several cycles.
+/// Long enough for several rounds with governor full.
 const A_WHILE: Duration = Duration::from_secs(6);
 
 fn same(seed: u64, number: usize) -> Vec<Tenant> {

@@ -73,7 +73,7 @@ fn without_scope(file: &Path) -> Exit {
     Exit::new(exit::NO_SCOPE, line)
 }
 
-/// The programs that a file names, except in a deny list that replaces the default one.
+/// The names of programs in a file's options, except in `[deny] programs`, which replaces the default deny list.
 fn programs_of(options: &Options) -> Vec<&str> {
     let mut names = Vec::new();
     for list in [&options.exes, &options.denied, &options.allowed] {

@@ -51,7 +51,7 @@ impl EnableArgs {
         Ok(spec)
     }
 
-    /// The option that names the configuration file, after a space, unless it's the default.
+    /// ` --config FILE` with a leading space, or nothing if it's the default file.
     fn file_flag(&self) -> String {
         if self.config == Path::new(DEFAULT_FILE) {
             return String::new();

@@ -305,7 +305,7 @@ impl Explanation {
         self.excluded.sort_by_key(|row| Reverse(row.bytes));
     }
 
-    /// Notes pinned memory, other than in the mappings that we leave alone because they're pinned.
+    /// Adds a note on pinned memory, except for mappings that we leave alone because they're pinned.
     fn see_pinned(&mut self, details: &[VmaDetail], status: &Status) {
         let mut kib = pinned_kib(details, status);
         for detail in details {

@@ -33,7 +33,7 @@ use std::time::Duration;
 pub use words::{describe, paint, process_table, saved_size, size};
 
 const SCHEMA: &str = "pagefold.status/1";
-/// We look for other users of KSM for at most this long: some ten thousand processes.
+/// We look for other users of KSM for at most this long. That's enough for some ten thousand processes.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
 const WATCH_INTERVAL: Duration = Duration::from_secs(5);
 /// Clears a terminal, and begins at its top.

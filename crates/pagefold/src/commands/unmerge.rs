@@ -57,9 +57,9 @@ pub struct Summary {
     pub still_saved_bytes: u64,
     /// The processes that are kept out from now on, as flags.
     kept_out: Option<String>,
-    /// Why we couldn't save this, so that only the running daemon keeps them out.
+    /// Why we couldn't save the list of kept-out processes. Then only the running daemon keeps them out.
     pub not_kept: Option<String>,
-    /// Whether a daemon has done this.
+    /// Whether a daemon did the work, and not this command.
     by_daemon: bool,
     knobs_deferred: BTreeMap<String, u64>,
     audit_lost: u64,
@@ -200,7 +200,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     for process in &over {
         summary.add(process);
     }
-    // If a program keeps its memory map locked, ksmd's scan would wait for it, so we don't scan then.
+    // If a program keeps its memory map locked, ksmd's scan would wait for the lock, so then we don't scan.
     let is_locked = over.iter().any(|process| process.failure.as_ref().is_some_and(|error| error.is_late()));
     let restored = lease.map(|lease| if is_locked { Ok(restore(lease)) } else { settle(lease) }).transpose();
     if let Some(audit) = &mut audit {

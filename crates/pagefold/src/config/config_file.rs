@@ -112,7 +112,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Parses a file's text. Errors call the file `name`.
+/// Parses a file's text. `name` stands for the file in error messages.
 ///
 /// # Errors
 /// One line about the first error: the file, the line, the problem, and the advice.

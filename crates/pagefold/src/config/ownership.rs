@@ -16,7 +16,7 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// Checks that a file or directory belongs to root or our own user, and that nobody else may write it.
 ///
 /// # Errors
-/// A clause that continues a sentence about the file, and the advice.
+/// The error is a clause that completes a sentence about the file, with advice.
 pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
     if !is_trusted(uid) {
         Err("belongs to another user; give it to root (chown root)")
@@ -47,7 +47,7 @@ pub fn directory(path: &Path) -> Result<(), String> {
 /// Reads a file that only root or our user can write.
 ///
 /// # Errors
-/// A clause that continues a sentence about the file, and the advice.
+/// The error is a clause that completes a sentence about the file, with advice.
 pub fn read(path: &Path) -> Result<String, String> {
     let real = path.canonicalize().map_err(|error| format!("cannot be read: {error}; name an existing file"))?;
     if let Some(parent) = real.parent() {

@@ -155,7 +155,7 @@ impl Settings {
         })
     }
 
-    /// The sections that differ from `old` and can't change during a run.
+    /// The sections that have changed since `old`, but can't change during a run.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
         // SIGHUP can change these fields, so we don't compare them.
         let Config { governor, limits, reserve, .. } = old.config;

@@ -75,7 +75,7 @@ impl Allowed {
     }
 }
 
-/// A type of options.
+/// A type that options can have.
 pub trait Value: Sized {
     /// Reads a value. `None` if the value sets nothing, like an empty table.
     fn read(source: &Source<'_>) -> Result<Option<Self>, Problem>;
@@ -339,7 +339,7 @@ macro_rules! parsed {
 
 parsed!(Governor, Preset, MechanismChoice, Only, Keep, DomainSource, Placement, LogLevels);
 
-/// A string of TOML, without control characters.
+/// The text as a string of TOML, with control characters escaped.
 fn quoted(text: &str) -> String {
     let mut quoted = String::from('"');
     for c in text.chars() {

@@ -10,8 +10,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long we wait for the daemon's answer. It comes between two cycles, and a cycle may read for about 40 ms, refresh
-/// many processes, or wait for a target that doesn't stop.
+/// How long we wait for the daemon's answer. The daemon answers between two cycles, and a cycle may read for about 40
+/// ms, refresh many processes, or wait for a target that doesn't stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {

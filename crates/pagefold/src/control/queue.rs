@@ -271,7 +271,7 @@ pub struct RequestQueue {
     messages: Receiver<Message>,
     /// The signal that wakes the main loop sets this flag. The main loop doesn't wait while it's set.
     woken: Arc<AtomicBool>,
-    /// Changes that were made since the last cycle began.
+    /// Changes that were made since the last cycle began. We answer them after the next cycle.
     changes: Vec<Pending>,
     orders: Vec<Order>,
 }
@@ -379,7 +379,7 @@ impl RequestSender {
         }
         let end = Instant::now() + LIMIT;
         loop {
-            // The main loop's thread lives as long as the process.
+            // This can't fail: the main loop's thread lives as long as the process.
             let _ = self.sleeper.wake();
             match answer.recv_timeout(WAKE_INTERVAL) {
                 Ok(answer) => return Ok(answer),

@@ -29,7 +29,7 @@ pub fn points(moments: &[Moment], now: u64) -> Vec<Point> {
     points
 }
 
-/// The CPU time between two moments of the same run, without a gap between them.
+/// The share of a core used between two moments. `None` if they're of different runs, or there's a gap between them.
 fn cpu(before: &Moment, after: &Moment, now: u64) -> Option<f64> {
     let most = STEP_MOST[usize::from(now.saturating_sub(before.time) >= DAY)];
     let seconds = after.time.checked_sub(before.time).filter(|seconds| (1..=most).contains(seconds))?;

@@ -19,7 +19,7 @@ const HEADER: &[u8] = b"pagefold.history/1\n";
 /// For each ring, the seconds from slot to slot, and the number of slots.
 const RINGS: [(u64, u64); 2] = [(60, 1_440), (900, 2_880)];
 const LENGTH: u64 = SLOT as u64 * (1 + RINGS[0].1 + RINGS[1].1);
-/// A crash can tear the slots that we're writing, one in each ring.
+/// A crash can tear the slots that we're writing, one in each ring. If more are torn, the file is damaged.
 const TORN_MOST: usize = 2;
 /// We accept moments this far in the future, seconds, since clocks get corrected.
 const FUTURE_MOST: u64 = 120;

@@ -78,7 +78,7 @@ pub struct Chart {
     pub curves: Vec<Curve>,
 }
 
-/// Possible ends of an axis. A quarter of each is a short number, too, for the lines across the chart.
+/// Possible ends of an axis. The lines across a chart are at its quarters, so a quarter of each is a short number, too.
 const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
 /// Lines across a chart.
 const GRID: u32 = 4;
@@ -235,7 +235,7 @@ mod tests {
         }
     }
 
-    /// The relative luminance of a colour of the style sheet (WCAG 2), in a theme.
+    /// The relative luminance (WCAG 2) of the colour `name` of the style sheet, in a theme.
     fn luminance(theme: &str, name: &str) -> f64 {
         let (_, rest) = theme.split_once(&format!("--{name}: #")).unwrap();
         let digits: String = rest.chars().take_while(char::is_ascii_hexdigit).collect();

@@ -35,7 +35,7 @@ pub fn assert_unharmed(tenants: &mut [Tenant]) {
     assert_intact(tenants);
 }
 
-/// All injectors of this program end.
+/// Waits until all injectors of this program have ended.
 #[track_caller]
 pub fn assert_injectors_ended() {
     wait_until("the injector ends by itself", || {

@@ -33,7 +33,7 @@ fn middle(read: &str) -> Option<u32> {
     })
 }
 
-/// After any failure the program ends without a panic, and reports no success if something failed.
+/// Checks that the program ended without a panic, and that it didn't report success if something failed.
 fn is_honest(fault: &str, left: &Ended, quiet: bool) {
     assert!(left.signal.is_none() && matches!(left.code, Some(0 | 1 | 3..=7)), "{fault}: {left:?}");
     assert!(!left.errors.contains("panicked"), "{fault}: {left:?}");

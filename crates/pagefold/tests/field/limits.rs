@@ -11,7 +11,7 @@ const LIMIT: u64 = MIB_EACH * 140 / 100;
 /// The least that we must save, in percent of what could be saved without anybody being killed. ksmd keeps the copy of
 /// whoever was marked last, so the first program's headroom is never used, and at most two thirds can be saved.
 const LEAST_PERCENT: u64 = 60;
-/// How long that may take. The last part is merged extent by extent, each after two scans.
+/// How long saving that much may take. The last part is merged extent by extent, each after two scans.
 const SECONDS: u64 = 60;
 
 #[test]

@@ -20,7 +20,7 @@ struct Hostile {
 }
 
 impl Hostile {
-    /// `None`, with the reason reported, where they can't do so.
+    /// `None` if this machine can't have such victims. Reports why.
     fn start(options: &[&str]) -> Option<Self> {
         let Some(throttled) = Cgroup::create("cpu") else {
             skip_unsupported("no control group limits CPU time");

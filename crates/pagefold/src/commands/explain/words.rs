@@ -139,7 +139,7 @@ fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     )
 }
 
-/// Why memory waits whose merge doesn't pay yet, and how long it waits at most.
+/// Why merging memory doesn't pay yet, and how long the memory waits at most.
 fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     let takes = wave.takes_ns();
     let brings = wave.brings();

@@ -1,5 +1,4 @@
-//! Messages about the headroom for writes to merged pages: one for each change, on the machine and below each cgroup
-//! limit.
+//! Messages when the headroom for writes to merged pages changes, on the machine or below a cgroup's limit.
 
 use pagefold_engine::keys::LimitKey;
 use pagefold_engine::reserve::{Reserve, Room, RoomState};

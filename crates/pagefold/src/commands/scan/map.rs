@@ -10,7 +10,8 @@ use pagefold_procmem::maps::RegionKind;
 /// [`PARTS_LEAST`].
 const PARTS: u64 = 160;
 const PARTS_LEAST: usize = 10;
-/// We join parts until the sample should contain both copies of about this many pages in a part that's all duplicates.
+/// A part should be so large that if all its pages are duplicates, the sample finds about this many pairs of equal
+/// pages.
 const PAIRS_A_PART: f64 = 8.0;
 
 /// A part of a map, as the survey found it.
@@ -137,7 +138,7 @@ mod tests {
     fn parts_have_equal_size_and_leave_gaps_out() {
         let regions = [region(&[(100, 200), (1_000, 60)]), region(&[(5_000, 50)])];
         let parts = parts(&regions, (0..10).map(|page| (Vpn(2_000 + page), 0)));
-        // 320 pages.
+        // The parts have two of the 320 pages each.
         assert_eq!(parts.len(), 160);
         assert!(
             parts.iter().enumerate().all(|(at, part)| part.private == if (130..135).contains(&at) { 0 } else { 2 })

@@ -19,11 +19,11 @@ pub trait Memory {
     /// How many frames we can read.
     fn frames(&self) -> u64;
 
-    /// Reads the pages of a target that are in the sample ([`Scanner::choose`]), and adds them to the census. If we
-    /// can't read just this target any more, removes it from the census.
+    /// Reads the pages of a target that are in the sample ([`Scanner::choose`]), and adds them to the census. If this
+    /// one target can't be read any more, removes it from the census.
     ///
     /// # Errors
-    /// Errors that don't only concern this target.
+    /// The error doesn't only concern this target.
     fn read(&mut self, target: usize, scanner: &mut Scanner) -> Result<()>;
 }
 

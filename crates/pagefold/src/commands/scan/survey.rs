@@ -55,7 +55,7 @@ pub struct Surveyed {
 }
 
 impl Surveyed {
-    /// Leaves out the process, since we can't read it. Returns errors that don't only concern this process.
+    /// Leaves out the process, since we can't read it. Fails if the error concerns more than this process.
     pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
         self.gone = true;
         if !matches!(error, ReadError::Vanished { .. }) {
@@ -81,7 +81,7 @@ impl LeftOut {
         Self { reason: why.to_string(), bytes, regions, is_out_of_reach: why.is_out_of_reach() }
     }
 
-    /// How many mappings that is.
+    /// The number of mappings, in words.
     pub fn mappings(&self) -> String {
         match self.regions {
             0 => "the kernel does not say which mappings".to_owned(),

@@ -170,7 +170,7 @@ fn kept_out(status: &Status) -> Option<String> {
     Some(format!("{}: {processes} now, until pagefold include", selectors.join(", ")))
 }
 
-/// The number of trust domains, and the ones that we merge, unless there's one and we merge it.
+/// The number of trust domains, and the ones that we merge. `None` if there's only one, and we merge it.
 fn domains(status: &Status) -> Option<String> {
     let rows = &status.programs.domains;
     if rows.len() < 2 && rows.iter().all(|row| !row.left_alone) {
