@@ -93,7 +93,7 @@ impl Times {
 
 /// Runs the demonstration, restores everything, and returns the exit code.
 pub fn run(args: &DemoArgs) -> Result<u8> {
-    // This must come first, so that a signal never ends us before we've restored everything.
+    // Install the handlers first, so that a signal never ends us before we've restored everything.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot install signal handlers")?;
@@ -137,7 +137,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
         // KSM counts the pages of killed workers until ksmd's next scan.
         scan_and_restore(lease, LIMIT)?;
     }
-    // This leaves out merged zero pages, because kernels count them wrongly.
+    // We leave out merged zero pages, because kernels count them wrongly.
     let saved = ksm.counters()?.pages_sharing.bytes().0;
     if saved > 0 {
         let line =

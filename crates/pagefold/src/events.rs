@@ -120,12 +120,12 @@ impl Events {
         self.add(event, now());
     }
 
-    /// Adds something about a process.
+    /// Adds an event about a process.
     pub fn add_of_process(&mut self, what: &str, pid: i32, name: &str, why: &str) {
         self.add(Event { why: Some(why.to_owned()), ..Event::of_process(what, pid, name) }, now());
     }
 
-    /// Adds something about the run.
+    /// Adds an event about the run.
     pub fn note(&mut self, what: &str, why: impl Into<String>) {
         self.add(Event { what: what.to_owned(), why: Some(why.into()), ..Event::default() }, now());
     }

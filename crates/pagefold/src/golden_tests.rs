@@ -58,7 +58,7 @@ pub const NOW: u64 = 1_790_000_000;
 /// The pid of the daemon.
 pub const PID: u32 = 4_711;
 const MILLISECOND: u64 = 1_000_000;
-/// Pages of a mebibyte.
+/// The number of pages in a MiB.
 const MIB: u64 = 256;
 
 const DOMAINS: [&str; 3] = ["default", "web", "user 1000"];

@@ -11,7 +11,8 @@ pub struct Schema {
     pub name: &'static str,
     /// The command that prints it.
     pub about: &'static str,
-    /// Fields, with their meanings. Commas separate fields. A field in an object or list has that one's name in front.
+    /// Fields, with their meanings. Commas separate fields. The name of a field in an object or list begins with that
+    /// of the object or list.
     pub fields: &'static [(&'static str, &'static str)],
 }
 

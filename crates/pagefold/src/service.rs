@@ -101,7 +101,7 @@ impl Journal {
     }
 }
 
-/// Whether standard error goes to the journal: then `JOURNAL_STREAM` names the same stream.
+/// Whether standard error goes to the journal. If so, `JOURNAL_STREAM` has the device and inode of that stream.
 pub fn has_standard_error() -> bool {
     let Ok(descriptor) = std::io::stderr().as_fd().try_clone_to_owned() else { return false };
     let Ok(stream) = File::from(descriptor).metadata() else { return false };

@@ -177,8 +177,8 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
-    // Lower the limits, so that there's headroom for a third of that memory. The program that is charged most writes
-    // first.
+    // Lower the limits, so that there's headroom for only a third of each program's memory. Later, the program whose
+    // cgroup is charged most writes first.
     programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
     for program in &programs {
         program.cgroup.limit(LOWERED);

@@ -1,8 +1,8 @@
 //! Setups that people who merge memory have reported in public, rebuilt in small. For each, we check our figures
 //! against the true value.
 //!
-//! The truth is frames: the sum of Pss_Anon of the case's own processes. KSM's counters count children of a fork several
-//! times, and keep what has been unmapped.
+//! The truth is frames: the sum of Pss_Anon of the case's own processes. KSM's counters count children of a fork
+//! several times, and keep what has been unmapped.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -27,7 +27,7 @@ use pagefold_testkit::*;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-/// The contents that all programs of a case have in common start here.
+/// The number from which we make the contents that all programs of a case have in common.
 const COMMON: u64 = 0xf1e1_d000 << 24;
 /// How many seconds we check that something stays as it is, and the variable that sets another time.
 const SHORT: u64 = 40;

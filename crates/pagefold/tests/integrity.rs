@@ -113,7 +113,7 @@ fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
 /// marked.
 fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<BTreeMap<String, u64>> {
     let pids = pids(&shufflers);
-    // This also restores the knobs that a killed run has left changed.
+    // Unmerging also restores the knobs that a killed run has left changed.
     try_unmerge(&pids).unwrap();
     // A merged page that was in swap comes back merged, even if its mapping is no longer marked
     // (ksm_might_need_to_copy, mm/ksm.c).

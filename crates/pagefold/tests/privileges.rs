@@ -175,7 +175,7 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let why = String::from_utf8(pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     let (_, way) = why.split_once("not dumpable: its memory is private (--allow ").unwrap();
     let (program, _) = way.split_once(" lets it in)").unwrap();
-    // Both names work: the program's, and that of the link by which it was started.
+    // Both names work: the program's own, and that of the link by which it was started.
     for name in [program, "python3"] {
         succeed(&with_pids(&["scan"], &pids[..2], &["--allow", name]));
     }

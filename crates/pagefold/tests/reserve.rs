@@ -128,7 +128,7 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     assert_eq!(row["state"], "short", "{row}");
     // KSM counts the unmerged pages until its next scan.
     wait_until("the pages are given back", || saved.saturating_sub(saved_bytes()) >= EACH * MIB / 100 * 95);
-    // The next step would leave less than half of the reserve.
+    // No more is unmerged, since the next step would leave less than half of the reserve.
     std::thread::sleep(Duration::from_secs(6));
     let left = 200 * MIB - limited.usage();
     assert!((50 * MIB..80 * MIB).contains(&left), "{left} bytes left");

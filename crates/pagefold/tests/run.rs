@@ -218,7 +218,7 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
     }
 }
 
-/// This is like a container, whose /run disappears with it.
+/// The run has a /run of its own that disappears with it, as in a container.
 #[test]
 fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doctor() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -456,7 +456,7 @@ fn a_program_started_by_exec_is_merged_without_a_stop() {
 #[test]
 fn exec_becomes_the_program() {
     let Some(_ksm) = KsmAtRest::take() else { return };
-    // This prints PR_GET_MEMORY_MERGE in the program and in a child that it forks.
+    // The program prints PR_GET_MEMORY_MERGE of itself and of a child that it forks.
     let script = "import ctypes, os
 set = ctypes.CDLL(None).prctl(68, 0, 0, 0, 0)
 if os.fork() == 0: os._exit(ctypes.CDLL(None).prctl(68, 0, 0, 0, 0))

@@ -51,7 +51,7 @@ fn known_memory_is_counted_to_the_page() {
     let second = holder([(24, 1 << 32, 1), (6, 3 << 32, 1)]);
     let small = [random(1, 8), random(1, 9)];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // This counts the pages that any two of these programs have in common.
+    // The pages that any two of these programs have in common.
     let base = scan(&[small[0].pid(), small[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
@@ -189,7 +189,7 @@ fn the_table_and_the_html_page_are_complete() {
     assert_fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
 }
 
-/// This is like a container with the host's pid namespace, but its own cgroup namespace.
+/// As in a container with the host's pid namespace, but its own cgroup namespace.
 #[test]
 fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
     if !can_read_pages() {

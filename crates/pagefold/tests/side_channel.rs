@@ -22,11 +22,12 @@ fn candidate(round: u64, page: u64, number: u64) -> u64 {
 /// How the attacker gets its memory marked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// It writes its guesses and waits.
+    /// The attacker writes its guesses and waits.
     Waits,
-    /// It waits until its memory is marked because another process has equal memory, and then writes its guesses there.
+    /// The attacker waits until its memory is marked because another process has equal memory, and then writes its
+    /// guesses there.
     Rewrites,
-    /// It marks its memory itself.
+    /// The attacker marks its memory itself.
     Marks,
 }
 

@@ -169,7 +169,7 @@ fn each_wrong_argument_has_its_line() {
 /// The first pass takes about ten seconds, since reading may only take 0.08 % of a core.
 #[test]
 fn a_run_keeps_sketches_and_replaces_their_file() {
-    // This run doesn't use KSM, but while it runs, its control socket replaces those of other tests.
+    // This run doesn't use KSM, but it'd replace the control socket of another test's daemon.
     let Some(_ksm) = KsmAtRest::take() else { return };
     if !can_read_pages() {
         return;

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Pages of each process, and the first of their contents.
+/// The number of pages of each process, and the number from which we make their contents.
 const PAGES: u64 = 8 * PAGES_PER_MIB;
 const CONTENT: u64 = 0x7057_0001;
 /// Nearly all of a process's memory.

@@ -60,7 +60,7 @@ impl EnableArgs {
     }
 }
 
-/// The daemon after a change of the configuration.
+/// How the daemon took a change of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum DaemonState {
     /// The daemon has read the files. Holds its scope, as command line flags.
@@ -70,7 +70,7 @@ enum DaemonState {
     Absent,
 }
 
-/// What happened to the processes.
+/// What the daemon has done with the processes so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Outcome {
     processes: usize,

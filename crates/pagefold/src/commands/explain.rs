@@ -160,7 +160,7 @@ fn regions_of<'a>(facts: &'a Facts, target: &'a TargetFacts) -> impl Iterator<It
     facts.state.regions.iter().filter(|region| region.owner == target.owner)
 }
 
-/// The last changes of decisions on a process, newest first.
+/// The latest changes in what we do with a process's regions, the newest first.
 fn decisions_of(facts: &Facts, target: &TargetFacts) -> Vec<DecisionRow> {
     let mut rows = Vec::new();
     for change in facts.state.decisions.iter().rev().filter(|change| change.owner == target.owner).take(DECISIONS) {
@@ -288,7 +288,7 @@ impl Explanation {
         self.left_alone.clone_from(&target.left_alone);
     }
 
-    /// Adds the executable and the mappings that we leave alone.
+    /// Adds the executable, and the mappings that we leave alone.
     fn see(&mut self, exe: Option<&Path>, details: &[VmaDetail]) {
         self.exe = exe.map(shown);
         for detail in details {

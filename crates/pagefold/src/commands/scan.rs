@@ -191,7 +191,7 @@ const CONTENTS: ReadHow = ReadHow { huge: false, contents: Contents::All, activi
 struct ProcessMemory {
     survey: Survey,
     reader: PageReader,
-    /// For the matrix of the web page.
+    /// For the web page's matrix of workloads.
     contents: Option<sharing::Contents>,
 }
 

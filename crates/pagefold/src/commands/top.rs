@@ -73,7 +73,7 @@ pub struct TopArgs {
 /// The history, or why there is none.
 type Moments = Result<Vec<Moment>, String>;
 
-/// The daemon's and `/proc`'s data at one time.
+/// What we learn from the daemon and from /proc at one time.
 pub struct Answer {
     /// When the answer came, seconds since 1970.
     time: u64,
@@ -187,7 +187,7 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
         if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
         }
-        // The terminal may have hung up without a signal reaching us, for example because sudo was in between.
+        // The terminal may have hung up without a signal to us, for example if sudo runs us.
         if !io::stdin().is_terminal() {
             end();
         }

@@ -1,5 +1,5 @@
-//! The drop-in file of `pagefold enable` and `disable`: FILE.d/enabled.toml. Its only key, `enabled` in `[scope]`, adds to
-//! what the other files select.
+//! The drop-in file of `pagefold enable` and `disable`: FILE.d/enabled.toml. Its only key, `enabled` in `[scope]`, adds
+//! to what the other files select.
 
 use crate::config::args::RunArgs;
 use crate::config::options::Options;

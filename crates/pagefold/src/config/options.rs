@@ -286,9 +286,9 @@ options! {
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
 /// From once a minute to once a day.
 const SKETCH_INTERVAL_NS: RangeInclusive<u64> = 60_000_000_000..=86_400_000_000_000;
-/// The default time between two writes of metrics.
+/// Metrics are written this often by default.
 pub const METRICS_INTERVAL: Duration = Duration::from_secs(15);
-/// The default time between two writes of sketches.
+/// Sketches are written this often by default.
 pub const SKETCH_INTERVAL: Duration = Duration::from_secs(3_600);
 
 fn denied() -> Vec<String> {

@@ -19,7 +19,7 @@ use std::fmt;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScopeArgs {
     pub pid: Vec<i32>,
-    /// The selectors that the configuration file also has.
+    /// The selectors that can also be set in the configuration file.
     pub selectors: ScopeFlags,
 }
 

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A time by the clock of the host's snapshots, nanoseconds, and by the calendar, microseconds since 1970.
+/// The present time: nanoseconds on the clock of the host's snapshots, and microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub struct Now {
     pub ns: u64,

@@ -48,7 +48,7 @@ impl Workload {
         self.members.iter().map(|member| member.resident).sum()
     }
 
-    /// How much memory its sketch takes at most.
+    /// How much memory the workload's sketch takes at most.
     fn sketch_bytes(&self) -> u64 {
         (self.resident().0 * 8).min(pagefold_sketch::sketch::SKETCH_BYTES as u64)
     }

@@ -56,8 +56,8 @@ fn pages_of_workers_are_not_counted_as_saved() {
     write_knob("run", "0");
 }
 
-/// Backends of a database, or workers whose garbage collector rewrites what they inherited: each writes the same contents
-/// at the same addresses, but after the fork.
+/// Backends of a database, or workers whose garbage collector rewrites what they inherited: each writes the same
+/// contents at the same addresses, but after the fork.
 #[test]
 fn equal_memory_that_workers_wrote_themselves_counts_as_saved() {
     const WRITTEN: u64 = 8 * PAGES_PER_MIB;

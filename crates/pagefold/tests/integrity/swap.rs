@@ -48,7 +48,7 @@ impl Swap {
 
     fn zram() -> std::io::Result<Self> {
         if !Path::new(CONTROL).exists() {
-            // This fails if zram is built in or missing. The next line finds out which.
+            // modprobe fails if zram is built in or missing. The next line finds out which.
             let _ = Command::new("modprobe").arg("zram").output();
         }
         let number = fs::read_to_string(format!("{CONTROL}/hot_add"))?.trim().to_owned();

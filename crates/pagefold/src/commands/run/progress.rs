@@ -24,7 +24,7 @@ pub struct Progress {
     manager: ServiceManager,
     /// The processes that we've left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
-    /// How many more there were.
+    /// How many more processes we've left alone.
     pub left_alone_more: u64,
     messages: MessageLimit,
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Default)]
 pub struct RoomReports {
     machine: RoomState,
-    /// The limits that had too little headroom.
+    /// Limits that had too little headroom, with their states.
     limits: BTreeMap<LimitKey, RoomState>,
 }
 

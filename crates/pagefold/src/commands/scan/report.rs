@@ -48,7 +48,7 @@ pub struct ScanReport {
     /// The maps of the processes by pid, for the web page only.
     #[serde(skip)]
     pub maps: BTreeMap<i32, Map>,
-    /// Which workloads share with which, for the web page only.
+    /// How much memory workloads have in common, for the web page only.
     #[serde(skip)]
     pub matrix: Option<Matrix>,
 }
@@ -282,7 +282,7 @@ impl ScanReport {
     }
 }
 
-/// If there's an option that includes a program left out for this reason, names the option. We print this after the
+/// Names the option that would include a program left out for this reason, if there's one. We print this after the
 /// reason.
 pub fn way_in(reason: &str, name: Option<String>) -> String {
     match name {

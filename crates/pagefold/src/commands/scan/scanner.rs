@@ -39,7 +39,7 @@ pub struct Scanner {
     /// We're enlarging the sample from the share `from` of all pages, which we've read, to the share `to`.
     from: f64,
     to: f64,
-    /// For the progress bar: how many frames that adds, and how many pages we had read before.
+    /// For the progress bar: how many frames this step adds to the sample, and how many pages we had read before.
     frames: f64,
     read_before: u64,
 }

@@ -1,5 +1,5 @@
-//! Which workloads have pages of the same content, for the web page. Pages that are merged already aren't counted, since
-//! the scan reads one page of each merged frame only.
+//! Which workloads have pages of the same content, for the web page. Pages that are merged already aren't counted,
+//! since the scan reads one page of each merged frame only.
 
 use super::survey::Survey;
 use pagefold_engine::hash::Digest;

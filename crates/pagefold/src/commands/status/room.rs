@@ -6,7 +6,7 @@ use pagefold_engine::reserve::{Room, RoomState};
 use pagefold_text::style::{count, human};
 use serde::{Deserialize, Serialize};
 
-/// Limits that we list. We only count the others.
+/// We list at most this many limits, and count the others.
 const LISTED_MOST: usize = 20;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -18,7 +18,8 @@ pub struct ReserveView {
     pub likely_bytes: u64,
     pub taken_back_bytes: u64,
     pub machine: Room,
-    /// Limits with too little headroom for copies of all merged pages, the shortest first.
+    /// Limits with too little headroom for copies of all merged pages: short ones before overcommitted ones, and then
+    /// by the memory left.
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,

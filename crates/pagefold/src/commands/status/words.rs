@@ -302,7 +302,7 @@ fn levels(text: &mut String, status: &Status, style: Style) {
     }
 }
 
-/// The share of all memory in scope.
+/// This memory's share of all memory in scope.
 fn share_of_all(resident: Pages, status: &Status) -> f64 {
     resident.bytes().0 as f64 / status.memory.resident_bytes.max(1) as f64
 }
@@ -332,12 +332,12 @@ pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bo
     }
 }
 
-/// A size in a table.
+/// A size in a table: `-` if it's zero.
 pub fn size(bytes: u64) -> String {
     if bytes == 0 { "-".to_owned() } else { human(bytes) }
 }
 
-/// What's saved, in a table.
+/// A saving in a table: `counting` while we don't know it yet.
 pub fn saved_size(bytes: Option<u64>) -> String {
     bytes.map_or("counting".to_owned(), size)
 }

@@ -16,11 +16,11 @@ const LITTLE_NS: u64 = 20_000_000;
 /// How well the daemon is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
-    /// It saves more and more memory.
+    /// The daemon saves more and more memory.
     Useful,
-    /// It has nothing to do, or isn't allowed to do anything.
+    /// The daemon has nothing to do, or isn't allowed to do anything.
     Idle,
-    /// It takes CPU time, and hasn't saved anything new lately.
+    /// The daemon takes CPU time, and hasn't saved anything new lately.
     Searching,
 }
 

@@ -178,7 +178,7 @@ impl Top {
             self.history = history;
         }
         match answer.explanation {
-            // This is about another process: the user has just chosen a new one.
+            // This explains another process: the user has just chosen a new one.
             Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
             None => {}
             found => self.explanation = found,
