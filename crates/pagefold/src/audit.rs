@@ -1,10 +1,10 @@
 //! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, every
-//! merge on request, every request of a user to exclude or include processes, and the beginning and end of the command.
-//! It contains no memory contents and no digests of them.
+//! merge on request, every user's request to exclude or include processes, and the command's beginning and end. It
+//! contains no memory contents and no digests of them.
 //!
 //! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
-//! too many lines wait already. We count lost lines and report the first. The next line that we can write says how many
-//! are missing before it.
+//! too many lines wait already. We count lost lines and report the first; the next line that we can write says how many
+//! are missing.
 
 mod entry;
 mod file;

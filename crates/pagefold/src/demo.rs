@@ -307,8 +307,7 @@ impl Demo {
         observed
     }
 
-    /// Unmerges memory of other programs that ksmd has merged along with our workers', because the programs had marked
-    /// it. Nothing was merged when we began.
+    /// Unmerges other programs' memory that ksmd has merged because these programs had marked it.
     fn unmerge_others(&self) -> Result<()> {
         let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
         if self.ksm.anything_merged()? {

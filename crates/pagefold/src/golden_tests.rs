@@ -55,7 +55,6 @@ use std::sync::Arc;
 
 /// The present, seconds since 1970.
 pub const NOW: u64 = 1_790_000_000;
-/// The pid of the daemon.
 pub const PID: u32 = 4_711;
 const MILLISECOND: u64 = 1_000_000;
 /// The number of pages in a MiB.

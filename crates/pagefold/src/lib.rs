@@ -150,7 +150,6 @@ pub fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Runs the program.
 pub fn main() -> ExitCode {
     let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,

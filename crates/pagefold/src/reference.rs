@@ -11,8 +11,7 @@ pub struct Schema {
     pub name: &'static str,
     /// The command that prints it.
     pub about: &'static str,
-    /// Fields, with their meanings. Commas separate fields. The name of a field in an object or list begins with that
-    /// of the object or list.
+    /// Fields, separated by commas, with their meanings. A nested field has its whole path.
     pub fields: &'static [(&'static str, &'static str)],
 }
 

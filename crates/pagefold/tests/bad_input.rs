@@ -144,8 +144,8 @@ fn targets_that_must_not_be_touched_are_refused() {
 fn frozen_targets_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     for version in [1, 2] {
-        // We start the process before we make the freezer, so that the freezer is dropped first. A frozen process can't
-        // be killed.
+        // We start the process before the freezer, so that the freezer is dropped first: a frozen process can't be
+        // killed.
         let idle = Sleeper::start();
         let Some(freezer) = Freezer::create(version) else {
             skip_unsupported(format!("no freezer of version {version} is mounted"));

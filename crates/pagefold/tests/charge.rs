@@ -15,9 +15,8 @@ const BESIDES: u64 = 4;
 /// If nothing was merged for this time, we assume that nothing more will be.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// We must save at least this share, in percent, of what an oracle could save that chooses for each page whose copy
-/// stays. ksmd always keeps the copy of a process that was marked later, so the headroom of the first one is never
-/// used.
+/// The least that we must save, in percent of what an oracle could save that chooses for each page whose copy stays.
+/// ksmd keeps the copy of whoever was marked last, so the first one's headroom is never used.
 const SAVED_PERCENT: u64 = 45;
 
 /// What happens to the daemon before the programs write.

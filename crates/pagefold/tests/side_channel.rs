@@ -175,7 +175,7 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     let victims = [(); 2].map(|()| Holder::with(PAGES, candidate(9, 0, 0)));
-    // There are two copies of each of two programs: one program with right guesses and one with wrong ones.
+    // There are two copies each of a program with right guesses and of one with wrong ones.
     let mut attackers: Vec<Holder> = (0..4).map(|_| Holder::start(GUESSES * COPIED)).collect();
     for (number, attacker) in attackers.iter_mut().enumerate() {
         attacker.ask("user 4321");

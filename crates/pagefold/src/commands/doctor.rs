@@ -87,7 +87,6 @@ fn code(findings: &[Finding]) -> u8 {
     CODES.iter().find(|(id, _)| blocks(*id)).map_or(otherwise, |(_, code)| *code)
 }
 
-/// Findings to show.
 #[derive(Debug)]
 pub struct Doctor<'a> {
     pub findings: &'a [Finding],

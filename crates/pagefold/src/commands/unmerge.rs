@@ -147,8 +147,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
 }
 
 fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
-    // From here on we never wait for a reader of our messages: a stalled reader must not make us leave KSM's settings
-    // changed.
+    // From here on we never wait for a reader of our messages, who could keep us from restoring KSM's settings.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;

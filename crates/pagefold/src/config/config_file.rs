@@ -93,7 +93,6 @@ impl<'a> Source<'a> {
         Ok(items.into_iter().map(|given| Self { path: self.path.clone(), given, allowed: self.allowed }).collect())
     }
 
-    /// The entries of a table.
     pub fn table(&self) -> Result<&'a DeTable<'a>, Problem> {
         match self.given {
             Given::File(value) => value.get_ref().as_table(),
@@ -105,7 +104,6 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// An entry of a table.
     #[must_use]
     pub fn entry(&self, key: &str, value: &'a Spanned<DeValue<'a>>) -> Self {
         Self { path: format!("{}.{key}", self.path), given: Given::File(value), allowed: self.allowed }

@@ -23,8 +23,7 @@ pub struct ScopeArgs {
     pub selectors: ScopeFlags,
 }
 
-/// If one of these options is given, we refuse programs named without a flag: the user may have meant the word as the
-/// option's value.
+/// Beside these options we refuse programs named without a flag: such a word may be meant as the option's value.
 const NOT_BESIDE: [&str; 5] = ["all", "config", "also", "except", "override-opt-outs"];
 
 /// The scope as clap reads it.

@@ -133,8 +133,7 @@ impl Settings {
         let groups = selected(options.groups.as_deref(), "group", file)?;
         let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
-        // A dry run alongside the service must not take over the service's address and files, so it takes these from
-        // flags only.
+        // A dry run alongside the service must not take over its address and files, so it takes these from flags only.
         let outputs = if args.dry_run { flags } else { &options };
         Ok(Self {
             file: file.map(Path::to_owned),

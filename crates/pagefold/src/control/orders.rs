@@ -85,7 +85,6 @@ impl Orders {
     }
 }
 
-/// Refuses all these orders.
 pub fn refuse(orders: Vec<Order>, why: &Exit) {
     for order in orders {
         send(&order.reply, Err(why.clone()));

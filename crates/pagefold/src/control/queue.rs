@@ -331,8 +331,8 @@ impl RequestQueue {
                     engine.set_paused(pending.request == Request::Pause);
                     self.changes.push(pending);
                 }
-                // These only come as orders. If one came here, its sender would be told that the run is ending, since
-                // we drop it.
+                // These only come as orders. Here we'd drop the request, and its sender would be told that the run is
+                // ending.
                 Request::Unmerge(_) | Request::Include(_) | Request::Reload => {}
             }
         }

@@ -7,7 +7,6 @@ const DAY: u64 = 86_400;
 /// The longest gap between two moments of the same run, seconds: in the last day, and before that.
 const STEP_MOST: [u64; 2] = [190, 1_900];
 
-/// A point of the curves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     pub moment: Moment,

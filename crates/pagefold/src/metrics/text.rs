@@ -2,7 +2,6 @@
 
 use std::fmt::Write;
 
-/// The type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Only grows, from 0 at the start of the run.
@@ -21,7 +20,6 @@ impl Kind {
     }
 }
 
-/// A value of a metric.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
     /// Appended to the metric's name, such as `_bucket`.

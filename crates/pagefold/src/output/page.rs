@@ -65,7 +65,6 @@ pub struct Curve {
     pub points: Vec<(f64, Option<f64>)>,
 }
 
-/// A chart over time.
 #[derive(Clone, Debug)]
 pub struct Chart {
     pub title: String,

@@ -13,8 +13,7 @@ use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// We remember this many frames shared through fork (512 MiB of a workload), to count each of them once. We don't count
-/// any beyond that.
+/// We remember this many frames shared through fork (512 MiB of a workload), to count each once. We don't count more.
 const SHARED_MOST: usize = 1 << 17;
 
 /// We stop reading a process that has grown meanwhile to twice its size plus this many pages (256 MiB).

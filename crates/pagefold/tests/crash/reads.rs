@@ -3,8 +3,8 @@
 use super::*;
 use serde_json::Value;
 
-/// If one of these fails, a run may continue without a message. Without loadavg we list processes each time, without
-/// schedstat and vmstat we keep the last value, and without kpageflags we don't read pages that may be merged.
+/// Without these reads a run may go on silently: it lists processes each time (loadavg), keeps the last value
+/// (schedstat, vmstat), or doesn't read pages that may be merged (kpageflags).
 const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
 
 /// Reads that `pagefold unmerge` makes.

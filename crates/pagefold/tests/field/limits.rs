@@ -5,11 +5,10 @@ use pagefold_testkit::limit::Limited;
 
 /// Each program holds this much memory, with the same contents.
 const MIB_EACH: u64 = 60;
-/// A program's limit, MiB. It leaves headroom for 24 MiB of copies that others use, so three programs can keep one copy
-/// of all.
+/// A program's limit, MiB. It leaves headroom for 24 MiB that others use, so three programs can keep one copy of all.
 const LIMIT: u64 = MIB_EACH * 140 / 100;
-/// The least that we must save, in percent of what could be saved without anybody being killed. ksmd keeps the copy of
-/// whoever was marked last, so the first program's headroom is never used, and at most two thirds can be saved.
+/// The least that we must save, in percent of what we could save without anybody being killed. ksmd keeps the copy of
+/// whoever was marked last, so the first one's headroom is never used, and at most two thirds can be saved.
 const LEAST_PERCENT: u64 = 60;
 /// How long saving that much may take. The last part is merged extent by extent, each after two scans.
 const SECONDS: u64 = 60;

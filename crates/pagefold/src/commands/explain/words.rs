@@ -218,7 +218,7 @@ fn headline(explanation: &Explanation) -> String {
     }
     let mut memory = MemoryTotal::default();
     for row in &explanation.regions {
-        // We ask for ksmd's figure, the duplicates in marked memory, even if pages are merged on request.
+        // The duplicates in marked memory, as for ksmd, even if pages are merged on request.
         memory += row.figures.memory(Mechanism::Ksmd);
     }
     let marked = human(memory.marked_bytes);

@@ -282,8 +282,7 @@ impl ScanReport {
     }
 }
 
-/// Names the option that would include a program left out for this reason, if there's one. We print this after the
-/// reason.
+/// If an option would let in a program left out for this reason, names the option, to print after the reason.
 pub fn way_in(reason: &str, name: Option<String>) -> String {
     match name {
         Some(name) if reason == Exclusion::NotDumpable.to_string() => format!(" (--allow {name} lets it in)"),

@@ -209,7 +209,6 @@ fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     frame.render_widget(Sparkline::default().data(&values).max(most.max(1)).style(look.good()), curve);
 }
 
-/// A cell with right-aligned text.
 fn right(text: String) -> Cell<'static> {
     Cell::new(Line::raw(text).right_aligned())
 }
@@ -223,7 +222,6 @@ fn title(top: &Top, sort: Sort, text: &str) -> String {
     }
 }
 
-/// A column of a table.
 struct Column {
     title: Cell<'static>,
     width: Constraint,
