@@ -1,9 +1,9 @@
-//! Reads a target's code without making the kernel fetch any of it.
+//! Reads a target's code without causing page faults.
 //!
-//! Reading a page of a file that isn't mapped yet asks its file system, and reading a page registered with userfaultfd
-//! asks a program. Either may never answer, and then the read blocks with the target's mmap lock held
-//! (`get_user_page_vma_remote`, mm/gup.c). So we only read pages that pagemap shows as mapped. The target can still
-//! unmap a page just before we read it, so we give up an attempt that gets stuck ([`pagefold_procmem::stalls`]).
+//! Reading a file's page that isn't mapped yet makes the kernel ask the file system, and reading a page registered with
+//! userfaultfd makes it ask a program. Either may never answer, and then the read blocks with the target's mmap lock
+//! held (`get_user_page_vma_remote`, mm/gup.c). So we only read pages that pagemap shows as mapped. The target can
+//! still unmap a page just before we read it, so we give up an attempt that gets stuck ([`pagefold_procmem::stalls`]).
 
 use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, Vpn, count};
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
@@ -13,10 +13,10 @@ use std::io;
 use std::ops::{ControlFlow, Range};
 use std::os::unix::fs::FileExt;
 
-/// Pages that we look up, and read, at a time.
+/// How many pages we look up in pagemap, and read, at once.
 const CHUNK_PAGES: usize = 32;
 const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE_SIZE;
-/// The longest piece of code that a search finds across two reads.
+/// Consecutive pieces overlap by this many bytes, so a search finds code of up to this length across their boundary.
 const OVERLAP: usize = 16;
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub struct Code {
 }
 
 impl Code {
-    /// Opens the memory of a process by the files of its thread `tid`: the process's own files are empty if its main
+    /// Opens the process's memory by the files of its thread `tid`: the process's own files are empty once its main
     /// thread has ended.
     pub fn open(process: &Process, tid: i32) -> Result<Self, ReadError> {
         let memory = process.open_file(&format!("task/{tid}/mem"))?;
@@ -46,7 +46,7 @@ impl Code {
     }
 
     /// Calls `each` with every mapped piece of the range and its address, until `each` breaks. Consecutive pieces
-    /// overlap. `provided` means that the kernel provides the range, so reading it never blocks, mapped or not.
+    /// overlap. `provided`: the kernel itself provides the range (the vDSO), so reading it never blocks, mapped or not.
     ///
     /// # Errors
     /// If the memory is gone.
@@ -59,7 +59,7 @@ impl Code {
         let mut buffer = vec![0; OVERLAP + CHUNK_BYTES];
         let mut entries = [0; CHUNK_PAGES];
         let mut at = range.start;
-        // The bytes before the next piece that are still in the buffer's head.
+        // How many bytes of the previous piece we've kept, in front of the next one.
         let mut head = 0;
         while at < range.end {
             let left = range.end - at;
@@ -72,7 +72,7 @@ impl Code {
                 let read = if is_read { self.memory.read_at(&mut buffer[wanted], at) } else { Ok(0) };
                 let read = match read {
                     Ok(read) => read,
-                    // Beyond the end of a file, or a device.
+                    // The page is beyond the end of its file, or belongs to a device.
                     Err(error) if error.raw_os_error() == Some(libc::EIO) => 0,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
                     Err(error) => return Err(self.pagemap.error("mem", error)),

@@ -1,7 +1,8 @@
 //! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
-//! Each attempt has a thread of its own. If a thread of the target doesn't stop in time (a vfork parent, a frozen
-//! thread), ours stays with it until it does: if we released it earlier, it would find its system call interrupted.
+//! Each attempt runs on a thread of its own. If a thread of the target doesn't stop in time (a vfork parent, a frozen
+//! thread), our thread stays attached until it does: if we detached earlier, the interrupt would still cut its system
+//! call short.
 
 use super::code::Code;
 use super::progress::AttemptProgress;
@@ -20,14 +21,14 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Once, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-/// For how long our thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
-/// preparing may take in all.
+/// How long our thread may sleep in all while it prepares (reads `/proc`, attaches), beyond the wait for the stop; and
+/// how long preparing may take, sleeping or not.
 const PREPARING: Duration = Duration::from_millis(250);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
 /// How often we check these limits.
 const TICK: Duration = Duration::from_millis(50);
 
-/// If we wait longer than this for an mmap lock, it isn't free. We try this many times.
+/// If getting the mmap lock takes longer than this, somebody is holding it. We try this many times.
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
 const LOCK_TRIES: u32 = 4;
 
@@ -67,8 +68,9 @@ impl Verdict {
     }
 }
 
-/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice. If we're shared, we leave a
-/// process that stalls alone for a while, and others of its user or cgroup, too, if many of them stall.
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of our choice. With `is_shared` other
+/// targets wait for us, too. So we leave a process that stalls alone for a while, and also others of its user or cgroup
+/// if many of them stall.
 pub fn attempt(
     process: &Process,
     program: Option<&ProgramId>,
@@ -142,7 +144,7 @@ pub fn attempt(
     }
 }
 
-/// The end of an attempt, on its thread. If it was given up, nobody receives the result.
+/// Ends an attempt, on its thread. If the caller has given it up, nobody receives the result.
 fn finish(
     stopped: StopOutcome,
     process: &Process,
@@ -158,7 +160,7 @@ fn finish(
             drop(sender.send(outcome));
         }
         StopOutcome::Awaited(outcome, tid) => {
-            // Until the thread stops we don't try its process again.
+            // We don't try this process again before its thread has stopped.
             stall(process, Arc::downgrade(alive), is_shared && outcome.is_late());
             drop(sender.send(outcome));
             await_stop(tid);
@@ -166,7 +168,7 @@ fn finish(
     }
 }
 
-/// Keeps us from trying a process while one of our threads is busy with it, and for a pause if we give it up.
+/// Keeps us from trying a process again while one of our threads is busy with it. If `gives_up`, a pause follows.
 fn stall(process: &Process, thread: Weak<()>, gives_up: bool) {
     if gives_up {
         ATTEMPTS.give_up(process, thread);
@@ -180,7 +182,7 @@ fn own_tid() -> i32 {
     unsafe { libc::gettid() }
 }
 
-/// Protects this thread from delays.
+/// Keeps signals, timer slack and scheduling from delaying this thread during a stop.
 fn shield_thread() {
     // SAFETY: plain calls on this thread only; `all` outlives them. If the last two fail, stops are longer: sleeps take
     // 50 us more, and targets wait until a busy or nice caller gets the CPU.
@@ -193,8 +195,8 @@ fn shield_thread() {
     }
 }
 
-/// Attaches to a thread. The call waits for an exec that has begun, which may wait for its file system. It returns when
-/// the attempt is given up.
+/// Attaches to a thread. This blocks while the target is in exec, which may wait for a file system. If the caller gives
+/// up the attempt, its signal ends the wait.
 fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
@@ -207,7 +209,7 @@ fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
         }
     });
     set_cut_short_mask(libc::SIG_UNBLOCK);
-    // A signal that came earlier has had no effect.
+    // If the signal came while it was blocked, it has interrupted nothing. So we check the flag.
     let seized = if progress.is_abandoned() { Err(Errno(libc::EINTR)) } else { ptrace::seize(tid) };
     set_cut_short_mask(libc::SIG_BLOCK);
     seized
@@ -223,17 +225,17 @@ fn set_cut_short_mask(how: i32) {
     }
 }
 
-/// Makes a thread of this process return from [`seize`], if it's waiting there.
+/// Makes a thread of this process return from [`seize`], if it's blocked there.
 fn cut_short(tid: i32) {
     // SAFETY: we pass no memory. The signal has a handler or, before the first `seize`, is blocked.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, CUT_SHORT) };
 }
 
-/// We don't use this signal for anything else.
+/// The signal that interrupts [`seize`]. We use it for nothing else.
 const CUT_SHORT: i32 = libc::SIGSTKFLT;
 
-/// Skips the `ptrace` call that the thread is about to make. Otherwise the kernel would make the interrupted call again
-/// (ERESTARTNOINTR), whatever the flags of the handler.
+/// Skips the `ptrace` call that the thread is about to make again. Whatever the flags of the handler, the kernel would
+/// restart the interrupted call (ERESTARTNOINTR).
 extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     // SAFETY: the kernel passes the registers of this thread, and restores them from there; at its instruction pointer
@@ -251,7 +253,7 @@ extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::
     }
 }
 
-/// Waits until a late thread stops, repairs and releases it.
+/// Waits until a thread that didn't stop in time stops, then repairs its registers and releases it.
 fn await_stop(tid: i32) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     let mut pause = Duration::from_millis(1);
@@ -314,10 +316,10 @@ fn one_stop(
     if let Err(errno) = seize(tid_chosen, progress) {
         return StopOutcome::Over(refused(process, tid_chosen, errno).unstopped());
     }
-    // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one that we need. We haven't
-    // requested anything yet: returning here changes nothing.
+    // From now on the kernel returns ESRCH if the tid is reused, so we needn't check again after this. The thread
+    // hasn't noticed anything yet, so we can still return.
     match thread::examine(process, tid_chosen) {
-        // Attaching to a thread in a group stop turns that into a stop of the tracer at once.
+        // If job control has stopped the thread, attaching changes its state to a tracing stop (`t`) at once.
         Ok((stat, activity))
             if tid.is_some() || stat.state == b't' || thread::fitness(stat.state, activity).is_some() => {}
         _ => return busy(pid),
@@ -363,7 +365,7 @@ fn one_stop(
     let results = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
         StopEnd::Restored => Verdict::Done,
-        // If the attempt was abandoned, nobody receives this.
+        // If the caller has abandoned the attempt, nobody receives this.
         StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable | StopEnd::Abandoned => {
             Verdict::Again(InjectError::Busy { pid })
         }
@@ -371,7 +373,8 @@ fn one_stop(
         StopEnd::OtherProgram => Verdict::Failed(InjectError::OtherProgram { pid }),
         StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
         StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
-        // Mostly the fault is the thread's own and was pending when it stopped: the thread will fault again by itself.
+        // Usually the fault is the thread's own and was pending when we stopped it. The thread will fault again by
+        // itself.
         StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
@@ -379,8 +382,8 @@ fn one_stop(
     StopOutcome::Over(AttemptOutcome { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
 }
 
-/// Whether the mmap lock is free. Otherwise our work in a stop and the call would wait for it, for example while a
-/// sibling's fork copies the page tables. Once we've waited for the lock and got it, it's free.
+/// Whether the mmap lock is free. While somebody holds it, for example a sibling whose fork copies the page tables, our
+/// work in a stop would wait for it, and so would the call. Once we've waited for the lock and got it, it's free.
 ///
 /// We check this before we attach to the thread: afterwards we couldn't wait for the lock.
 fn is_unlocked(process: &Process) -> bool {
@@ -388,7 +391,8 @@ fn is_unlocked(process: &Process) -> bool {
     (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
 }
 
-/// Whether a freezer kept a thread from its call. After its release the thread takes a moment to be frozen again.
+/// Whether the call didn't run because a freezer held the thread. Once released, the thread takes a moment to freeze
+/// again.
 fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     (0..10).any(|_| {
         std::thread::sleep(Duration::from_millis(1));
@@ -396,7 +400,7 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Chooses the thread and the instruction, and finds the code for a return frame.
+/// Chooses the thread and the `syscall` instruction, and finds the code for a return frame.
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
     // We check this first, because we'd misread the call numbers of a 32-bit program.
@@ -411,15 +415,15 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
-            // An exec by a thread other than the main one looks the same for a moment. The caller checks for the end of
-            // the process.
+            // For a moment, an exec by a thread other than the main one looks like the end of the process. The caller
+            // checks whether the process has really ended.
             Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
                 return Err(Verdict::Again(error));
             }
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    // If the main thread has ended, only a file of the chosen thread shows this.
+    // If the main thread has ended, the process's auxv is empty, so we check the chosen thread's.
     if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
@@ -441,7 +445,7 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
     }
 }
 
-/// Why the kernel refused to attach.
+/// Why we couldn't attach, judged by the kernel's error and the thread's state.
 fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     let pid = process.pid();
     if errno.0 == libc::ESRCH {
@@ -458,7 +462,8 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     }
     match thread::tracer(process, tid) {
         by if by != 0 => Verdict::Failed(InjectError::Traced { pid, by }),
-        // A dying thread causes the same error, and an exec may have replaced it by a living thread since.
+        // A dying thread also causes EPERM, and since then an exec may have replaced it by a living one. So we try
+        // again.
         _ if errno.0 == libc::EPERM => Verdict::Again(InjectError::Denied { pid }),
         _ => Verdict::Failed(InjectError::System { pid, what: "attaching to a thread".into(), errno }),
     }
@@ -466,7 +471,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
 
 fn as_result(answer: i64) -> Result<u64, Errno> {
     match answer {
-        // The call still returned the kernel's private "restart" after all repetitions.
+        // The kernel's private restart errors: signals interrupted the call at every attempt.
         -516..=-512 => Err(Errno(libc::EINTR)),
         -4095..=-1 => Err(Errno(i32::try_from(-answer).unwrap_or(libc::EIO))),
         _ => Ok(unsigned(answer)),

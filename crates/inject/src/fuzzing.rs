@@ -1,10 +1,11 @@
-//! Private parsers, exposed only for `pagefold-fuzz`, which states their properties.
+//! Exposes private parsers to `pagefold-fuzz`, which states their properties.
 
 use crate::thread::{Activity, fitness};
 use crate::{gadget, worker};
 use std::time::Duration;
 
-/// The activity of a thread: the system call it blocks in with number, arguments and program counter.
+/// What a thread is doing: running, blocked outside a system call, or blocked in one (number, arguments, program
+/// counter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
     Running,
@@ -12,7 +13,7 @@ pub enum Blocked {
     In(i64, [u64; 6], u64),
 }
 
-/// The activity of a thread, and whether the injector would choose a thread in this state.
+/// Parses the activity of a thread. Also returns whether the injector would choose a thread in this state.
 pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str> {
     let activity = Activity::parse(text)?;
     let blocked = match activity {
@@ -23,20 +24,20 @@ pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str>
     Ok((blocked, fitness(state, activity).is_some()))
 }
 
-/// Executable mappings, the vDSO first.
+/// The address ranges of executable mappings, the vDSO first.
 pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
     gadget::executable(maps).iter().map(|code| (code.start, code.end)).collect()
 }
 
-/// Parses a request to the injector. Returns whether printing and parsing it again gives the same request, and its time
-/// limit.
+/// Parses a request to the injector. Returns whether it survives printing and parsing again, and how long we'd wait for
+/// the reply.
 pub fn injector_request(line: &[u8]) -> Option<(bool, Duration)> {
     let request: worker::Request = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&request).ok().and_then(|line| serde_json::from_slice(&line).ok());
     Some((again.is_some_and(|again| request == again), worker::reply_limit(request.calls.len(), &request.limits)))
 }
 
-/// Parses a reply of the injector. Returns whether printing and parsing it again gives the same reply.
+/// Parses a reply of the injector. Returns whether it survives printing and parsing again.
 pub fn injector_reply(line: &[u8]) -> Option<bool> {
     let reply: worker::Reply = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&reply).ok().and_then(|line| serde_json::from_slice(&line).ok());

@@ -8,7 +8,7 @@ use pagefold_procmem::process::Process;
 use std::io::Read;
 use std::ops::ControlFlow;
 
-/// The two bytes of the instruction.
+/// The machine code of `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// We search this many bytes of each executable mapping. libc has a `syscall` instruction within its first pages of
 /// code.
@@ -21,9 +21,9 @@ pub fn is_syscall(word: u64) -> bool {
     word.to_le_bytes()[..2] == SYSCALL
 }
 
-/// Finds a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the vDSO
-/// (where the time functions fall back to the system call), otherwise the first in the mapped pages of its executable
-/// mappings.
+/// Finds a `syscall` instruction that thread `tid` can execute. We prefer the one that the thread is blocked in, then
+/// one in the vDSO (whose time functions fall back to the system call), then the first in the process's executable
+/// mappings, where these are mapped in.
 pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
     if let Activity::Syscall { pc, .. } = activity {
         let mut bytes = [0; 2];
@@ -32,7 +32,7 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
             return Ok(at);
         }
     }
-    // We take the thread's file, because the process's is empty once its main thread has ended.
+    // We read the thread's file, because the process's own is empty once its main thread has ended.
     let maps = process.open_file(&format!("task/{tid}/maps")).map_err(InjectError::from_read)?;
     let executable = executable(maps);
     if executable.is_empty() {
@@ -64,11 +64,10 @@ pub(crate) struct Executable {
     pub(crate) vdso: bool,
 }
 
-/// The executable mappings in the text of `maps`, the vDSO first, except the vsyscall page, which can't execute
-/// `syscall`.
+/// The executable mappings in the text of `maps`, the vDSO first. Without the vsyscall page: `syscall` can't run there.
 pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
     let mut found = Vec::new();
-    // After an error we use the mappings before it.
+    // If reading fails, we use the mappings up to there.
     let _ = each_mapping(maps, Names::Special, |vma| {
         if !vma.perms.read || !vma.perms.exec || vma.name == b"[vsyscall]" {
             return ControlFlow::Continue(());

@@ -1,9 +1,9 @@
 //! The injector as its users see it: a process that we start again when it dies.
 //!
-//! An injector does nothing that depends on its past, so another one can take its place. After a death we don't know
-//! whether the request under way was carried out: its error says so, and the caller looks at the target again. The
-//! threads that the dead process held resume by themselves or die ([`super::return_frame`]). So we wait longer before
-//! each further restart, and give up when injectors keep dying or we can't start one.
+//! An injector keeps no state, so a new one can take its place. After a death we don't know whether it carried out the
+//! request under way: the request fails with an error that says so, and the caller looks at the target again. Threads
+//! whose registers the dead process had borrowed resume by themselves or die ([`super::return_frame`]). So we wait
+//! longer before each further restart, and give up when injectors keep dying or we can't start one.
 
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
@@ -19,17 +19,17 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The pause before the second start in a row; it doubles with each. We make the first one at once.
+/// The pause before the second start in a row; it doubles with each further one. The first start is immediate.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
 /// After this many deaths and failed starts in a row we don't start another one: the pauses until then add up to 16 s.
 const FAILURES_MOST: u32 = 8;
 /// After an injector has lived this long, we count its failures from 0 again.
 const HEALTHY: Duration = Duration::from_secs(60);
-/// How long a request that goes first waits for an earlier one, and how often it looks.
+/// How long a request of [`InjectorHandle::run_first`] waits for an earlier one, and how often it checks.
 const TURN_LIMIT: Duration = Duration::from_secs(5);
 const TURN_TICK: Duration = Duration::from_millis(2);
 
-/// An injector process. It ends when this is dropped.
+/// An injector process. Dropping this ends the process.
 #[derive(Debug)]
 pub struct Injector {
     supervised: Arc<Mutex<Supervised>>,
@@ -43,7 +43,7 @@ pub struct InjectorHandle {
     queue: Arc<Queue>,
 }
 
-/// The requests that go first.
+/// The requests of [`InjectorHandle::run_first`].
 #[derive(Debug, Default)]
 struct Queue {
     length: AtomicUsize,
@@ -55,9 +55,9 @@ type Start = Arc<dyn Fn() -> io::Result<Connection> + Send + Sync>;
 
 struct Supervised {
     connection: Connection,
-    /// How long to wait for a reply. `None`: as long as the limits of the request allow.
+    /// How long to wait for a reply. `None`: as long as the request's limits allow.
     patience: Option<Duration>,
-    /// How to start another one, if that is wanted.
+    /// Starts another injector. `None`: we don't replace a dead one.
     start: Option<Start>,
     started: Instant,
     /// Set while there is no injector.
@@ -65,11 +65,11 @@ struct Supervised {
     /// Deaths and failed starts in a row.
     failures: u32,
     restarts: u32,
-    /// CPU time of earlier injectors that aren't children of this process.
+    /// CPU time of earlier injectors that weren't children of this process.
     former_ns: u64,
-    /// CPU time of earlier injectors that were its children.
+    /// CPU time of earlier injectors that were children of this process.
     former_children_ns: u64,
-    /// Earlier injectors, our children, that hadn't ended when we replaced them.
+    /// Earlier injectors that we started and that hadn't ended when we replaced them.
     former: Vec<Child>,
 }
 
@@ -79,7 +79,8 @@ struct Down {
 }
 
 impl Injector {
-    /// Starts `command`, which must call [`super::serve`] on its standard input and output. We don't start it again.
+    /// Starts `command`, which must call [`super::serve`] on its standard input and output. We don't replace it when it
+    /// dies.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         Ok(Self::of(Connection::spawn(command)?, None))
     }
@@ -89,8 +90,8 @@ impl Injector {
         Self::keep(move || Connection::spawn(&mut command()))
     }
 
-    /// Connects to the socket of a service manager that starts an injector for each connection, and again when that has
-    /// died.
+    /// Connects to the socket of a service manager that starts an injector for each connection. We connect again
+    /// whenever the injector has died.
     ///
     /// # Errors
     /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
@@ -119,17 +120,19 @@ impl Injector {
         Self { supervised: Arc::new(Mutex::new(supervised)), queue: Arc::default() }
     }
 
-    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is
-    /// unanswered or one that goes first is waiting. The injector may still carry them out then.
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time. They fail at once while an earlier
+    /// request is unanswered or one of [`InjectorHandle::run_first`] is waiting. The injector may still carry out a
+    /// request that timed out.
     pub fn set_patience(&mut self, patience: Duration) {
         self.lock().patience = Some(patience);
     }
 
     /// Makes the injector run `calls` in `process`.
     ///
-    /// # Errors [`InjectError::WorkerGone`] if it has died: we don't know whether calls were made.
-    /// [`InjectError::WorkerSilent`] if it doesn't reply in time: we don't kill it then, because it may hold a target
-    /// that only it can restore, and later requests wait until it has finished.
+    /// # Errors
+    /// [`InjectError::WorkerGone`] if the injector has died: we don't know whether it made the calls.
+    /// [`InjectError::WorkerSilent`] if it doesn't reply in time. We don't kill it then, because it may hold a target
+    /// that only it can restore. Later requests wait until it has finished.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         self.lock().run(process, None, calls, limits)
     }
@@ -137,7 +140,7 @@ impl Injector {
     /// Like [`Self::run`], but only while the process runs this program.
     ///
     /// # Errors
-    /// [`InjectError::OtherProgram`] if it runs another one.
+    /// [`InjectError::OtherProgram`] if the process runs another one.
     pub fn run_in(
         &mut self,
         process: &Process,
@@ -148,10 +151,10 @@ impl Injector {
         self.handle().run_in(process, program, calls, limits)
     }
 
-    /// Starts the injector again if it has died and it's time. Returns how often we've done that.
+    /// If the injector has died, starts another one once the pause is over. Returns how often we've done that.
     ///
     /// # Errors
-    /// [`InjectError::WorkerLost`] if it keeps dying or can't be started: we don't start it again.
+    /// [`InjectError::WorkerLost`] if injectors keep dying or can't be started: we no longer try.
     pub fn tend(&mut self) -> Result<u32, InjectError> {
         let mut supervised = self.lock();
         match supervised.tend() {
@@ -160,7 +163,8 @@ impl Injector {
         }
     }
 
-    /// CPU time of the injector up to its last reply, nanoseconds, without the part that counts for reaped children.
+    /// CPU time of this and all earlier injectors up to their last replies, nanoseconds. Leaves out earlier ones that
+    /// were our children: RUSAGE_CHILDREN has their time.
     pub fn cpu_ns(&self) -> u64 {
         let supervised = self.lock();
         supervised.connection.cpu_ns() + supervised.former_ns
@@ -172,7 +176,8 @@ impl Injector {
         supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
     }
 
-    /// Like [`Self::cpu_ns`], but 0 if the injector is a child of this process, whose time counts when it's reaped.
+    /// Like [`Self::cpu_ns`], but leaves out the present injector, too, if it's our child: RUSAGE_CHILDREN gets its
+    /// time when we reap it.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let supervised = self.lock();
         let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
@@ -189,7 +194,7 @@ impl Injector {
         InjectorHandle { supervised: Arc::downgrade(&self.supervised), queue: self.queue.clone() }
     }
 
-    /// Ignores poisoning: at worst a panic cuts off a line, and the next request fails or times out.
+    /// Ignores poisoning: at worst a panic has left a request half written, and the next one fails or times out.
     fn lock(&self) -> MutexGuard<'_, Supervised> {
         locked(&self.supervised)
     }
@@ -213,8 +218,8 @@ impl InjectorHandle {
         supervised.run(process, Some(program), calls, limits)
     }
 
-    /// Like [`Self::run_in`], but waits for earlier requests to end, and goes before requests of [`Self::run_in`] while
-    /// it waits. For a thread that may be abandoned.
+    /// Like [`Self::run_in`], but waits for earlier requests to end, and if a patience is set, makes requests of
+    /// [`Self::run_in`] fail while it waits. For a thread that may be abandoned.
     pub fn run_first(
         &self,
         process: &Process,
@@ -267,7 +272,7 @@ impl Supervised {
                 self.former_ns += self.connection.take_cpu_ns();
                 return self.fall("it has ended".to_owned());
             };
-            // Once reaped, it counts in RUSAGE_CHILDREN.
+            // Once we've reaped the child, RUSAGE_CHILDREN includes its time.
             self.former_children_ns += self.connection.take_cpu_ns();
             self.former.push(child);
             self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
@@ -276,7 +281,7 @@ impl Supervised {
         self.restart()
     }
 
-    /// Records a death or failed start, and makes the next start if it is time.
+    /// Records a death or failed start, and starts another injector if the pause is over.
     fn fall(&mut self, why: String) -> Result<(), InjectError> {
         if self.down.is_none() && self.started.elapsed() >= HEALTHY {
             self.failures = 0;
@@ -353,7 +358,8 @@ mod tests {
         echo '{"version":4,"id":'"${id%%,*}"',"pid":1,"cpu_ns":0,"refusal":null,"result":{"Ok":{"results":[],"stops":0,"longest_stop_ns":0,"total_stop_ns":0}}}'
     done"#;
 
-    /// A mark that we no longer wait for may still be made. So whoever unmarks looks at the marks only after that.
+    /// An injector may still carry out a mark after we've stopped waiting for it. So code that unmarks must wait for
+    /// that before it reads the marks.
     #[test]
     fn a_request_that_goes_first_waits_for_earlier_ones_and_keeps_later_ones_back() {
         const PATIENCE: Duration = Duration::from_millis(100);

@@ -2,18 +2,17 @@
 //!
 //! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We
 //! stop one of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask,
-//! and resume it; the process sees nothing but the delay. The modules describe the cases where the thread blocks in a
-//! call, or is signalled, frozen, killed or traced during the stop ([`regs`], [`thread`], [`tracee`]).
+//! and resume it. The process sees nothing but the delay. [`regs`], [`thread`] and [`tracee`] describe the cases where
+//! the thread blocks in a call, or is signalled, frozen, killed or traced during the stop.
 //!
-//! The one rule without exception: once we've borrowed a thread's registers, we give them back or the thread has died.
-//! No time limit ends that, which is why [`InjectError::Held`] exists. If we die at that moment, the thread restores
-//! itself by a signal frame that we've left below its stack pointer ([`return_frame`] describes how, and the
-//! differences that remain). We leave no frame if we aren't certain of unused room for it ([`stack_check`]), if the
-//! target has no code to return by ([`trampoline`]), or if the thread has a shadow stack. Then our death kills the
-//! target ([`InjectionReport::unguarded`]). So in any case a small process of its own should do the work
-//! ([`Injector`]).
+//! One rule has no exception: once we've borrowed a thread's registers, we give them back, or the thread has died. No
+//! time limit lifts that rule, which is why [`InjectError::Held`] exists. If our process dies in between, the thread
+//! restores itself by a signal frame that we've left below its stack pointer ([`return_frame`] says how, and which
+//! differences remain). We leave no frame if we aren't certain of unused room for it ([`stack_check`]), if the target
+//! has no code to return by ([`trampoline`]), or if the thread has a shadow stack. Then our death kills the target
+//! ([`InjectionReport::unguarded`]). So a small process of its own should do the work ([`Injector`]).
 //!
-//! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
+//! Relative timeouts of restarted calls start over, as after any stop: a wait of 50 ms that we stop after 40 takes 90.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64", target_pointer_width = "64")))]
 compile_error!("injection knows the registers and the restart rules of 64-bit x86 Linux only");
@@ -51,17 +50,17 @@ use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Attempts at a batch while the process is temporarily unsuitable.
+/// How many attempts in a row we make at a batch while the process is temporarily unsuitable.
 const ATTEMPTS_MOST: u32 = 8;
-/// The pause after the first such attempt; it doubles each time.
+/// The pause after the first failed attempt; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// After this long a request makes no further attempt: others are waiting.
+/// After this long a request makes no further attempt, because other requests are waiting.
 const REQUEST_LIMIT: Duration = Duration::from_millis(250);
 
 /// A system call for the target to make.
 ///
-/// It shouldn't block or depend on the thread that makes it: meant for `madvise`, and `prctl` on the whole address
-/// space.
+/// The call shouldn't block or depend on the thread that makes it. Meant for `madvise`, and for `prctl` options that
+/// concern the whole address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     pub nr: i64,
@@ -99,19 +98,19 @@ impl std::fmt::Display for Errno {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// From the request to the stop. Until then the target goes on as usual, so this may be generous: a thread whose
+    /// From the request to the stop. The target keeps running until then, so this may be generous: a thread whose
     /// cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
-    /// For one call, and beyond `stop_ns` for all calls in a stop. We interrupt a call that takes longer; unmerging then
-    /// leaves the rest of its range.
+    /// For one call. All calls in a stop together get this and `stop_ns`. We interrupt a call that takes longer; an
+    /// interrupted unmerge leaves the rest of its range merged.
     pub call_ns: u64,
-    /// Calls in one stop. Between two stops the target runs for as long as we stopped it.
+    /// Calls in one stop. Between two stops we let the target run for as long as we stopped it.
     pub calls_per_stop: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        // Unmerging copies about a gigabyte a second. Thirty calls in one stop took 37 us each.
+        // Unmerging copies about a gigabyte a second. Thirty marks in one stop took 37 us each.
         Self { stop_ns: 250_000_000, call_ns: 2_000_000_000, calls_per_stop: 32 }
     }
 }
@@ -124,20 +123,21 @@ pub struct InjectionReport {
     pub stops: u32,
     /// The longest stop, from the last check that found the thread running until we resumed it, nanoseconds.
     pub longest_stop_ns: u64,
-    /// All stops, nanoseconds.
+    /// The sum of all stops, nanoseconds.
     pub total_stop_ns: u64,
     #[serde(default)]
     pub stop_lengths: StopLengths,
     /// Stops without a return frame: if this process had been killed in one, the target would have died.
     #[serde(default)]
     pub unguarded: u32,
-    /// The longest time that a thread had borrowed registers, nanoseconds: how long an unguarded target is at risk.
+    /// The longest time that a thread ran with borrowed registers, nanoseconds: how long an unguarded target is at
+    /// risk.
     #[serde(default)]
     pub longest_away_ns: u64,
 }
 
 impl InjectionReport {
-    /// The stops of this process, if we stopped it.
+    /// The report's stops as stops of `owner`. `None` if we never stopped it.
     pub fn stops_of(&self, owner: OwnerKey) -> Option<Stops> {
         if self.stops == 0 {
             return None;
@@ -152,7 +152,7 @@ impl InjectionReport {
     }
 }
 
-/// Why we didn't complete a batch. The first calls may have been made; marking twice does no harm.
+/// Why we didn't complete a batch. We may have made the first calls, which is harmless: marking twice has no effect.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 pub enum InjectError {
     /// The process has ended, or its pid has been reused.
@@ -173,7 +173,7 @@ pub enum InjectError {
     Denied { pid: i32 },
     #[error("process {pid} is a kernel thread, which has no memory of its own; exclude it")]
     KernelThread { pid: i32 },
-    /// Ended, but not yet reaped by its parent.
+    /// The process has ended, but its parent hasn't reaped it yet.
     #[error("process {pid} is a zombie without memory; exclude it")]
     Zombie { pid: i32 },
     /// Every thread is in a call that an interruption would change, or can't be stopped.
@@ -182,20 +182,20 @@ pub enum InjectError {
     /// The process changed during every attempt (exec, ending threads, signals, restartable sequences).
     #[error("process {pid} changed during every attempt; try again later")]
     Busy { pid: i32 },
-    /// We don't try it now because others have stalled us.
+    /// We don't try this process now, because others of its user or cgroup have stalled us.
     #[error("other programs of the user or cgroup of process {pid} take too long; try again later")]
     OthersStalled { pid: i32 },
-    /// A time limit passed. The target is unchanged.
+    /// A time limit passed. We've released the target unchanged.
     #[error("process {pid} did not {what} in time and was released unchanged; try again later")]
     TimedOut { pid: i32, what: String },
-    /// A time limit passed while a thread has borrowed registers.
+    /// A time limit passed while a thread was running with borrowed registers.
     #[error(
         "process {pid} cannot be released yet (it is frozen, or its call does not end); do not end the injector, which restores the process as soon as possible"
     )]
     Held { pid: i32 },
     #[error("process {pid} runs 32-bit code, which is not supported; exclude it")]
     Compat { pid: i32 },
-    /// We can't suspend its seccomp filter.
+    /// We can't suspend the process's seccomp filter.
     #[error(
         "process {pid} has a seccomp filter that cannot be suspended; run with CAP_SYS_ADMIN and outside any seccomp filter"
     )]
@@ -203,10 +203,10 @@ pub enum InjectError {
     /// The process handles its own system calls.
     #[error("process {pid} uses syscall user dispatch (as Wine does), which is not supported; exclude it")]
     Dispatched { pid: i32 },
-    /// Its readable code has no `syscall` instruction.
+    /// We found no `syscall` instruction in the process's readable code.
     #[error("process {pid} has no usable syscall instruction; exclude it")]
     NoInstruction { pid: i32 },
-    /// The borrowed instruction disappeared at the last moment.
+    /// The thread faulted at the `syscall` instruction, which has disappeared since we found it.
     #[error(
         "process {pid} faulted at the instruction that was to make the call; its state was restored; try again later"
     )]
@@ -216,14 +216,14 @@ pub enum InjectError {
     /// The injector process has ended. We don't know whether it made the calls.
     #[error("the injector process has ended; try again")]
     WorkerGone,
-    /// The injector process has ended, or couldn't be started, `failures` times in a row.
+    /// Injectors have ended, or couldn't be started, `failures` times in a row.
     #[error("the injector process has ended and {failures} attempts to start it again have failed ({why})")]
     WorkerLost { why: String, failures: u32 },
     #[error(
         "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
     )]
     WorkerSilent,
-    /// The injector process doesn't speak this protocol.
+    /// The injector's reply doesn't follow our protocol.
     #[error("the injector process sent a malformed reply ({what}); both ends must be the same program")]
     Protocol { what: String },
 }
@@ -247,7 +247,7 @@ impl InjectError {
         )
     }
 
-    /// Whether calls that the error doesn't mention may have been made, or may still be made.
+    /// Whether calls without a result may have been made, or may still be made.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
     }
@@ -256,7 +256,7 @@ impl InjectError {
         match error {
             ReadError::Vanished { pid } => Self::Vanished { pid },
             ReadError::Denied { pid, .. } => Self::Denied { pid },
-            // The file's thread has just ended, or the memory is moving.
+            // The thread whose file we read has just ended, or the memory is moving.
             ReadError::Absent { pid, .. } | ReadError::Moving { pid } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
@@ -284,17 +284,18 @@ pub fn is_frozen(process: &Process) -> bool {
 
 /// Runs `calls` in `process`, on a short-lived thread of this process.
 ///
-/// This process must not end before it has restored all threads ([`held`] counts the ones left), and until then must
-/// not wait for any child with `waitpid`: the kernel would report the target's stops there.
+/// This process must not end before it has restored all threads ([`held`] counts the remaining ones). Until then it
+/// must not wait for just any child with `waitpid`: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     run(process, None, None, calls, limits, false)
 }
 
-/// Like [`inject`], but only while the process runs `program`, and only within the share of time that its user and
-/// cgroup have ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier call is under way.
+/// Like [`inject`], but only while the process runs `program`, and only as long as its user and cgroup haven't used up
+/// their share of our time ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier call is
+/// under way.
 ///
 /// # Errors
-/// [`InjectError::OtherProgram`] if it runs another one.
+/// [`InjectError::OtherProgram`] if the process runs another program.
 pub fn inject_into(
     process: &Process,
     program: &ProgramId,
@@ -337,7 +338,7 @@ fn run(
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut attempts = 0;
-    // The kernel also says this of a thread that is dying. Only a lasting reason forbids tracing each time.
+    // The kernel also denies tracing a thread that is dying. So we only report this error if every attempt was denied.
     let mut is_denied = true;
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];
@@ -357,7 +358,7 @@ fn run(
         let is_over = is_shared && began.elapsed() >= REQUEST_LIMIT;
         match verdict {
             Verdict::Done if is_over && report.results.len() < calls.len() => return Err(InjectError::Busy { pid }),
-            // We let it run for as long as we stopped it before we stop it again.
+            // Before the next stop we let the target run for as long as we stopped it.
             Verdict::Done if report.results.len() < calls.len() => {
                 std::thread::sleep(Duration::from_nanos(stop_ns.unwrap_or(0)));
             }
@@ -384,7 +385,7 @@ fn run(
     Ok(report)
 }
 
-/// A register as a signed number. `u64::cast_signed` is newer than our oldest compiler.
+/// A register as a signed number. Our oldest supported compiler has no `u64::cast_signed`.
 const fn signed(word: u64) -> i64 {
     i64::from_ne_bytes(word.to_ne_bytes())
 }

@@ -1,5 +1,5 @@
-//! Marking a process from outside with a plain `madvise`, without the pacing and checks of the live host. For
-//! experiments, which mark their own programs the way a peer of pagefold would.
+//! Marks a process from outside with a plain `madvise`, without the pacing and checks of the live host. For experiments
+//! that mark their own programs, as another program like pagefold would.
 
 use crate::{Call, InjectError, Limits, inject};
 use pagefold_engine::units::{Bytes, Pages, Vpn};
@@ -7,7 +7,7 @@ use pagefold_procmem::process::Process;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// How long we keep trying a target that is too busy to be stopped, and the pause between two tries.
+/// How long we keep trying a target that is too busy to be stopped, and the pause between tries.
 pub(super) const RETRY_LIMIT: Duration = Duration::from_secs(5);
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 

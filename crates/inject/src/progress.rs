@@ -1,13 +1,13 @@
-//! The state of an attempt. Its thread shares it with the caller without messages, because the thread mustn't allocate
-//! while registers are borrowed.
+//! The state of an attempt, which its thread shares with the caller through an atomic. Not by messages: the thread
+//! mustn't allocate while registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 /// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until it's 0 this process must
-/// not end.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). This process must not end before
+/// it's 0.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -17,7 +17,7 @@ const CALLING: u8 = 1;
 const STUCK: u8 = 2;
 const ABANDONED: u8 = 3;
 
-/// Arbitrates between a caller that gives up and a thread that begins to set registers.
+/// Lets either the caller give up or the thread begin to set registers, never both.
 #[derive(Debug, Default)]
 pub struct AttemptProgress(AtomicU8);
 
@@ -36,7 +36,7 @@ impl AttemptProgress {
         self.change(PREPARING, ABANDONED)
     }
 
-    /// Records that the call doesn't end and can't be interrupted.
+    /// Records that the call neither ends nor can be interrupted.
     pub fn get_stuck(&self) {
         if self.change(CALLING, STUCK) {
             HELD.fetch_add(1, Ordering::AcqRel);

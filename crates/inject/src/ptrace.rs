@@ -1,6 +1,6 @@
-//! Thin wrappers of the system calls for tracing.
+//! Thin wrappers of ptrace and related system calls.
 //!
-//! Everything here may run while a target's registers are borrowed, so nothing here may panic or allocate.
+//! All of this may run while a target's registers are borrowed, so nothing here may panic or allocate.
 
 use super::Errno;
 use pagefold_engine::units::count;
@@ -26,7 +26,7 @@ const PTRACE_GET_SYSCALL_INFO: u64 = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: u64 = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u64 = 0x4211;
 
-/// Tells system-call stops from SIGTRAP, by bit 7.
+/// Sets bit 7 of the signal at system-call stops, to distinguish them from a real SIGTRAP.
 pub const OPTION_TRACESYSGOOD: u64 = 1;
 /// Suspends the thread's seccomp filters while set. Linux 4.3; needs CAP_SYS_ADMIN.
 pub const OPTION_SUSPEND_SECCOMP: u64 = 1 << 21;
@@ -43,7 +43,7 @@ pub enum TraceeEvent {
         /// SIGTRAP, or the signal of the group stop.
         signal: i32,
     },
-    /// About to receive this signal.
+    /// Stopped before this signal is delivered.
     Signal(i32),
     /// At the entry to or the exit from a system call.
     Syscall,
@@ -61,12 +61,12 @@ fn address_of<T>(value: &T) -> u64 {
     word(std::ptr::from_ref(value).expose_provenance())
 }
 
-/// An address in the tracee, in the form that the kernel's interface wants.
+/// An address in the tracee, as an `iovec` wants it.
 fn pointer(addr: u64) -> *mut libc::c_void {
     std::ptr::without_provenance_mut(usize::from_ne_bytes(addr.to_ne_bytes()))
 }
 
-/// Both types have 64 bits here.
+/// `usize` and `u64` have the same size here.
 fn word(number: usize) -> u64 {
     u64::from_ne_bytes(number.to_ne_bytes())
 }
@@ -78,13 +78,13 @@ fn ptrace(request: u64, tid: i32, addr: u64, data: u64) -> Result<i64, Errno> {
     if result < 0 { Err(Errno::last()) } else { Ok(result) }
 }
 
-/// A request whose result is only whether it succeeded.
+/// A request whose result says only whether it succeeded.
 fn order(request: u64, tid: i32, addr: u64, data: u64) -> Result<(), Errno> {
     ptrace(request, tid, addr, data)?;
     Ok(())
 }
 
-/// Starts tracing without stopping anything.
+/// Attaches to a thread, without stopping it.
 pub fn seize(tid: i32) -> Result<(), Errno> {
     order(PTRACE_SEIZE, tid, 0, 0)
 }
@@ -93,7 +93,7 @@ pub fn interrupt(tid: i32) -> Result<(), Errno> {
     order(PTRACE_INTERRUPT, tid, 0, 0)
 }
 
-/// Resumes a stopped tracee until its next event, delivering `signal` if not zero.
+/// Resumes a stopped tracee until its next event. Delivers `signal` unless it's 0.
 pub fn resume(tid: i32, signal: i32) -> Result<(), Errno> {
     order(PTRACE_CONT, tid, 0, u64::from(signal.unsigned_abs()))
 }
@@ -103,7 +103,7 @@ pub fn resume_to_syscall(tid: i32) -> Result<(), Errno> {
     order(PTRACE_SYSCALL, tid, 0, 0)
 }
 
-/// Ends the tracing of a stopped tracee, delivering `signal` if not zero.
+/// Detaches from a stopped tracee. Delivers `signal` unless it's 0.
 pub fn detach(tid: i32, signal: i32) -> Result<(), Errno> {
     order(PTRACE_DETACH, tid, 0, u64::from(signal.unsigned_abs()))
 }
@@ -134,7 +134,7 @@ pub fn set_signal_mask(tid: i32, mask: u64) -> Result<(), Errno> {
     order(PTRACE_SETSIGMASK, tid, 8, address_of(&mask))
 }
 
-/// One word of the tracee's memory, even if the tracee itself cannot read it.
+/// Reads one word of the tracee's memory, even where the tracee itself can't read.
 pub fn peek(tid: i32, addr: u64) -> Result<u64, Errno> {
     let mut word = 0_u64;
     // The raw system call stores the word through its last argument.
@@ -142,7 +142,7 @@ pub fn peek(tid: i32, addr: u64) -> Result<u64, Errno> {
     Ok(word)
 }
 
-/// Reads the tracee's memory at `addr`, all of `bytes` or nothing.
+/// Reads all of `bytes` from the tracee's memory at `addr`, or fails.
 pub fn read(tid: i32, addr: u64, bytes: &mut [u8]) -> Result<(), Errno> {
     let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let remote = libc::iovec { iov_base: pointer(addr), iov_len: bytes.len() };
@@ -151,7 +151,7 @@ pub fn read(tid: i32, addr: u64, bytes: &mut [u8]) -> Result<(), Errno> {
     if usize::try_from(read) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// Writes to the tracee's memory at `addr`, if that is writable. After an error part may be written.
+/// Writes to the tracee's memory at `addr`, where the tracee could write, too. An error may leave a part written.
 pub fn write(tid: i32, addr: u64, bytes: &[u8]) -> Result<(), Errno> {
     let local = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let remote = libc::iovec { iov_base: pointer(addr), iov_len: bytes.len() };
@@ -160,7 +160,7 @@ pub fn write(tid: i32, addr: u64, bytes: &[u8]) -> Result<(), Errno> {
     if usize::try_from(written) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// Reads the floating-point and vector state in XSAVE's format that isn't compacted. Returns its length.
+/// Reads the floating-point and vector state in XSAVE's standard (not compacted) format. Returns its length.
 pub fn xstate(tid: i32, bytes: &mut [u8]) -> Result<usize, Errno> {
     const NT_X86_XSTATE: u64 = 0x202;
     register_set(tid, NT_X86_XSTATE, bytes)
@@ -178,7 +178,7 @@ fn register_set(tid: i32, set: u64, bytes: &mut [u8]) -> Result<usize, Errno> {
     Ok(room.iov_len)
 }
 
-/// The pending signals of the thread and its process, bit `n - 1` for signal `n`. `None` if there are too many to
+/// The pending signals of the thread and of its process, bit `n - 1` for signal `n`. `None` if they're too many to
 /// inspect.
 pub fn pending_signals(tid: i32) -> Option<u64> {
     const BATCH: usize = 8;
@@ -209,17 +209,17 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
     Some(pending)
 }
 
-/// Why a signal is about to be received.
+/// Why the kernel raised a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SignalCause {
     /// `si_code`.
     pub code: i32,
-    /// `si_addr`, if it's the signal of a fault.
+    /// `si_addr`, which only the signal of a fault has.
     pub address: u64,
 }
 
-/// The cause of the signal that the tracee is about to receive, if the kernel raised the signal or the process pretends
-/// so.
+/// The cause of the signal that the tracee is about to receive. `None` if a process sent it. (A process can forge a
+/// kernel's signal to itself; we can't tell.)
 pub fn signal_cause(tid: i32) -> Option<SignalCause> {
     // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -238,12 +238,12 @@ pub fn signal_cause(tid: i32) -> Option<SignalCause> {
 pub struct SyscallEntry {
     pub nr: u64,
     pub args: [u64; 6],
-    /// The address after its instruction.
+    /// The address after its `syscall` instruction.
     pub rip: u64,
 }
 
-/// The 64-bit system call that a stopped tracee is about to enter. `None` if it's elsewhere, or at a call of the 32-bit
-/// table. Linux 5.3.
+/// The 64-bit system call that a stopped tracee is about to enter. `None` if it isn't about to enter one, or enters one
+/// of the 32-bit table. Linux 5.3.
 pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     const ENTRY: u64 = 1;
     const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;
@@ -255,14 +255,14 @@ pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     Ok(is_64_bit.then_some(SyscallEntry { nr, args, rip }))
 }
 
-/// The address of the thread's area for restartable sequences; 0 if it has none.
+/// The address of the thread's area for restartable sequences (rseq); 0 if it has none.
 pub fn rseq_area(tid: i32) -> Result<u64, Errno> {
     let mut configuration = [0_u64; 3];
     ptrace(PTRACE_GET_RSEQ_CONFIGURATION, tid, 24, address_of_mut(&mut configuration))?;
     Ok(configuration[0])
 }
 
-/// Whether the thread receives its own system calls as SIGSYS (as in Wine). Linux 6.4.
+/// Whether the thread gets SIGSYS for its own system calls (syscall user dispatch, as in Wine). Linux 6.4.
 pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
     let mut configuration = [0_u64; 4];
     ptrace(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, tid, 32, address_of_mut(&mut configuration))?;
@@ -272,15 +272,15 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
 /// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of
 /// this process, and its exit status belongs to the code that started it.
 ///
-/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id belongs to a
-/// new task, which isn't traced, but may be a child of this process.
+/// Sees only tracees of the calling thread (`__WNOTHREAD`). After an exec by another thread the main thread's id
+/// belongs to a new task, which isn't traced but may be a child of this process.
 pub fn poll(tid: i32) -> TraceeEvent {
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     const BOTH: i32 = STOPS | libc::WEXITED | libc::WNOWAIT;
     match wait(tid, BOTH) {
         Some((0, _)) => TraceeEvent::Nothing,
         Some((libc::CLD_TRAPPED | libc::CLD_STOPPED, _)) => match wait(tid, STOPS) {
-            // SIGKILL has just ended the stop; the next call sees the death.
+            // SIGKILL has just ended the stop. The next poll sees the death.
             None | Some((0, _)) => TraceeEvent::Nothing,
             Some((_, status)) => match status {
                 SYSCALL_STOP => TraceeEvent::Syscall,
@@ -292,7 +292,7 @@ pub fn poll(tid: i32) -> TraceeEvent {
     }
 }
 
-/// `si_code` and `si_status`; zeros without an event, `None` without such a tracee.
+/// Returns `si_code` and `si_status`: zeros if there's no event, `None` if there's no such tracee.
 fn wait(tid: i32, flags: i32) -> Option<(i32, i32)> {
     // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };

@@ -1,23 +1,23 @@
-//! The registers with which an interrupted thread continues as if nothing had happened.
+//! Computes the registers with which an interrupted thread continues as if nothing had happened.
 //!
-//! The tracer's interrupt wakes a thread that blocks in a system call. Most calls then return the kernel's private
-//! errors 512 to 516, and the kernel turns these into a restart on the way back to the program if there was no signal.
-//! It uses the registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a
-//! plain EINTR instead, which the program would see. We restart these by turning EINTR into ERESTARTNOHAND: the kernel
-//! then restarts the call unless a handler runs, and in that case returns EINTR. A few calls never sleep, but look for
-//! signals and then fail. We restart two of these as well.
+//! The tracer's interrupt wakes a thread that blocks in a system call. Most calls then return one of the kernel's
+//! private errors 512 to 516. On the way back to the program, the kernel turns these into a restart if there was no
+//! signal. It uses the registers at that moment, so it's enough to restore them all, `orig_rax` included. Some calls
+//! return a plain EINTR instead, which the program would see. We restart these by turning EINTR into ERESTARTNOHAND:
+//! the kernel then restarts the call, or returns EINTR if a handler runs. A few calls never sleep, but look for signals
+//! and then fail. We restart two of these as well.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
 
-/// Code segment selector of 64-bit programs.
+/// The code segment selector of 64-bit programs.
 const USER_CS_64: u64 = 0x33;
-/// The kernel's "restart unless a handler runs".
+/// The kernel's private error for "restart unless a handler runs".
 const ERESTARTNOHAND: i64 = 514;
-/// The kernel's "restart in any case".
+/// The kernel's private error for "restart in any case".
 const ERESTARTNOINTR: i64 = 513;
 
-/// The libc crate doesn't have it.
+/// The libc crate lacks this number.
 const SYS_IO_PGETEVENTS: i64 = 333;
 
 /// Whether a thread with these registers runs 64-bit code.
@@ -25,7 +25,7 @@ pub fn is_64_bit(registers: &Registers) -> bool {
     registers.cs == USER_CS_64
 }
 
-/// Whether the thread was stopped on its way out of a system call (and not on its way back from an interrupt).
+/// Whether the thread was stopped on its way out of a system call. Otherwise it was on its way back from an interrupt.
 pub fn in_syscall(registers: &Registers) -> bool {
     signed(registers.orig_rax) >= 0
 }
@@ -35,7 +35,7 @@ pub fn in_critical_section(registers: &Registers, start: u64, length: u64) -> bo
     registers.rip.wrapping_sub(start) < length
 }
 
-/// Whether a call that returns EINTR has done nothing yet and can be made again.
+/// Whether a call that returns EINTR has done nothing yet, so that we can make it again.
 ///
 /// The socket calls return EINTR if the socket has SO_RCVTIMEO or SO_SNDTIMEO, otherwise ERESTARTSYS. A call that has
 /// transferred something returns the count, so EINTR means that nothing was transferred.
@@ -62,11 +62,11 @@ pub fn repairable(nr: i64) -> bool {
     )
 }
 
-/// The registers to restore, given the ones at the stop.
+/// Computes the registers to restore from the ones at the stop.
 ///
-/// `by_us`: the tracer caused the stop, not job control, which may end a call with EINTR by itself.
-/// `by_syscall_instruction`: `syscall` is just before `rip`; after `int 0x80` the number would belong to the 32-bit
-/// table.
+/// `by_us`: the tracer caused the stop, not job control, which may itself make a call return EINTR.
+/// `by_syscall_instruction`: the instruction before `rip` is `syscall`. After `int 0x80` the call's number would mean a
+/// call of the 32-bit table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
     if by_us && by_syscall_instruction {
@@ -77,17 +77,18 @@ pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) 
     registers
 }
 
-/// How to make a call again that an interruption has made fail, if it can be made again.
+/// The error that makes the kernel restart a call that our interrupt has made fail. `None` if the call didn't fail this
+/// way, or mustn't be made again.
 fn restart_of(stopped: &Registers) -> Option<i64> {
     const BPF_PROG_LOAD: u64 = 5;
     const MOVES_DATA: u64 = 0x08 | 0x20; // FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_INSERT_RANGE
     let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);
     match signed(stopped.orig_rax) {
-        // The verifier gives up at any signal. Programs don't expect an EINTR of this call.
+        // The verifier gives up at any signal with EAGAIN, which programs don't expect here.
         libc::SYS_bpf if stopped.rdi == BPF_PROG_LOAD => {
             (signed(stopped.rax) == -i64::from(libc::EAGAIN)).then_some(ERESTARTNOINTR)
         }
-        // Memory file systems undo what they've done before; other ones do the same once more.
+        // Memory file systems undo the part they've done before they fail; others simply do it again.
         libc::SYS_fallocate if stopped.rsi & MOVES_DATA == 0 => interrupted.then_some(ERESTARTNOHAND),
         nr if repairable(nr) => interrupted.then_some(ERESTARTNOHAND),
         _ => None,
@@ -99,10 +100,10 @@ pub fn restarts(registers: &Registers) -> bool {
     in_syscall(registers) && matches!(signed(registers.rax), -514..=-512 | -516)
 }
 
-/// The registers for a return by `rt_sigreturn`, given the ones to restore. If the kernel would restart a call, the
-/// thread itself makes the call again, as in `arch_do_signal_or_restart`. We never use `restart_syscall`, which returns
-/// EINTR after `rt_sigreturn`, so a relative timeout starts over. `original` is the number of the call that
-/// `restart_syscall` stands for; without it the call returns EINTR.
+/// The registers with which `rt_sigreturn` resumes the thread, given the ones to restore. If the kernel would restart a
+/// call, we point the thread at its `syscall` instruction, as `arch_do_signal_or_restart` does. We never use
+/// `restart_syscall`, which returns EINTR after `rt_sigreturn`, so a relative timeout starts over. `original` is the
+/// number of the call that `restart_syscall` continues. Without that number the call returns EINTR.
 pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     let mut home = *own;
     if restarts(own) {
@@ -115,8 +116,8 @@ pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     home
 }
 
-/// The number of the call that `restart_syscall` continues: the last one that the code loads before its `syscall`
-/// instruction, at the end of `code`.
+/// Finds the number of the call that `restart_syscall` continues: the last one loaded into `eax` before the `syscall`
+/// instruction at the end of `code`.
 pub fn number_in_code(code: &[u8]) -> Option<i64> {
     const RESTARTED: [i64; 4] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_futex, libc::SYS_poll];
     const MOV_EAX: u8 = 0xb8;
@@ -129,7 +130,7 @@ pub fn number_in_code(code: &[u8]) -> Option<i64> {
     })
 }
 
-/// The registers that make a thread return by its frame at `base`.
+/// The registers that send a thread to the `rt_sigreturn` function at `back`, to return by its frame at `base`.
 pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     let mut registers = *own;
     registers.rip = back;
@@ -138,8 +139,7 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     registers
 }
 
-/// The registers that make the thread enter another call, which returns to `rip`, instead of the one it's about to
-/// enter.
+/// The registers that replace the call that a thread is about to enter by another one, which returns to `rip`.
 pub fn entering(own: &Registers, rsp: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
     registers.rsp = rsp;
@@ -153,7 +153,7 @@ pub fn calling(stopped: &Registers, instruction: u64, nr: i64, args: &[u64; 6]) 
     let mut registers = *stopped;
     registers.rip = instruction;
     registers.rax = unsigned(nr);
-    // These registers mustn't look like a system call, or the kernel might restart one with them.
+    // If these registers looked like a system call, the kernel might restart it.
     registers.orig_rax = u64::MAX;
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = *args;
     registers
@@ -187,7 +187,7 @@ mod tests {
                 let is_known = repairable(nr) || nr == libc::SYS_fallocate;
                 let expected = if rax == -4 && is_known { -514 } else { rax };
                 assert_eq!(signed(after.rax), expected, "call {nr} answering {rax}");
-                // Nothing else is touched.
+                // Everything but `rax` stays the same.
                 assert_eq!(words(&Registers { rax: before.rax, ..after }), words(&before));
                 assert_eq!(words(&repaired(&before, false, true)), words(&before), "a stop of job control");
                 assert_eq!(words(&repaired(&before, true, false)), words(&before), "int 0x80");
@@ -198,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Loading a program fails with EAGAIN when a signal comes, and fallocate(2) of memory with EINTR.
+    /// When a signal comes, loading a BPF program fails with EAGAIN, and fallocate(2) of memory with EINTR.
     #[test]
     fn calls_that_only_look_for_signals_are_restarted() {
         let answer = |nr, rax, rdi, rsi| {

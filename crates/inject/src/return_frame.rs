@@ -1,16 +1,14 @@
-//! Restores a thread whose tracer dies.
-//!
 //! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state
 //! and signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as
-//! by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in
-//! a signal handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in
-//! order, and what the thread does if the tracer dies right after each:
+//! by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the kernel takes the thread to be in a signal
+//! handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and
+//! what the thread does if the tracer dies right after each:
 //!
 //! | step | without the tracer, the thread |
 //! | --- | --- |
 //! | options set, frame written | continues; the frame lies in unused memory |
 //! | registers: at the `rt_sigreturn` function, stack pointer at the frame | returns by the frame; no call is made |
-//! | all signals blocked | the same; the frame holds its mask |
+//! | all signals blocked | the same; the frame holds the thread's own mask |
 //! | run to the entry of that `rt_sigreturn` | the same |
 //! | there: the number and arguments of the call, the instruction pointer behind a `syscall` and before a `ret` | makes the call, then `ret` takes it to the `rt_sigreturn` function; if the kernel restarts the call, it executes the `syscall` |
 //! | run to the exit of the call | the same |
@@ -19,24 +17,25 @@
 //! | the frame replaced by zeros, options cleared | continues |
 //!
 //! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. We don't
-//! start the call directly, but let it take the place of `rt_sigreturn` at its entry, because seccomp is active again
-//! when the tracer is dead: `rt_sigreturn` passes strict mode, and all filters that let a program handle signals. That
-//! leaves one microsecond unprotected: between setting the call's number and the filter's check of it.
+//! start the call directly: we stop the thread at the entry of `rt_sigreturn` and replace that by the call. That's
+//! because of seccomp, which is active again when the tracer is dead: `rt_sigreturn` passes strict mode and every
+//! filter that lets a program handle signals. This leaves one microsecond unprotected, between our setting the call's
+//! number and the filter's check of it.
 //!
-//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame holds the registers of a thread
-//! about to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart:
-//! if a signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it
-//! should return EINTR. (If the signal was pending before, the attempt waits for another moment.) In two more cases a
-//! call ends with EINTR if the tracer dies: a call that returns EINTR after any interruption, until we've set
-//! [`super::regs::repaired`], the first thing that we do in the stop; and a call that an earlier stop has turned into
-//! `restart_syscall`, if the code doesn't show its number.
+//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call. So we point the frame's registers at the call's
+//! `syscall` instruction, and the thread makes the call again ([`super::regs::return_registers`]). This differs from
+//! the kernel's restart in one case: if a signal arrives during a stop whose tracer dies, its handler runs and then the
+//! call is made again, even where it should return EINTR. (If the signal was pending before, we end the attempt and try
+//! later.) In two more cases a call ends with EINTR if the tracer dies. One is a call that returns EINTR after any
+//! interruption, if we die before we've set [`super::regs::repaired`], which is the first thing that we do in the stop.
+//! The other is a call that an earlier stop has turned into `restart_syscall`, if the code doesn't show its number.
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
 use pagefold_engine::units::count;
 use std::sync::LazyLock;
 
-/// The largest frame: AMX has 8 KiB of floating-point state, everything else less than 3 KiB.
+/// Room for the largest frame: AMX has 8 KiB of floating-point state, everything else less than 3 KiB.
 const LONGEST: usize = 16 << 10;
 
 /// `struct _fpx_sw_bytes` in the floating-point state, and the magic numbers in it and at the end of the state.
@@ -49,7 +48,7 @@ const HEADER: usize = 512;
 const XSTATE_LEAST: usize = 576;
 const X87_SSE: u64 = 3;
 const PKRU: u64 = 1 << 9;
-/// AMX's tiles. A thread gets room for them when it first uses them.
+/// AMX's tiles. The kernel extends a thread's state for them when it first uses them.
 const AMX_DATA: u64 = 1 << 18;
 
 /// `struct ucontext` as far as `rt_sigreturn` reads it.
@@ -60,27 +59,27 @@ const UC_FPSTATE: usize = 224;
 const UC_SIGMASK: usize = 296;
 /// UC_FP_XSTATE, UC_SIGCONTEXT_SS and UC_STRICT_RESTORE_SS.
 const UC_FLAGS: u64 = 7;
-/// Neither SS_ONSTACK nor SS_DISABLE nor 0: `do_sigaltstack` refuses it, `restore_altstack` ignores the error, and the
-/// thread keeps its alternate stack.
+/// An invalid value: neither SS_ONSTACK nor SS_DISABLE nor 0. `do_sigaltstack` refuses it, `restore_altstack` ignores
+/// the error, and the thread keeps its alternate stack.
 const SS_INVALID: u64 = 4;
 
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
     length: usize,
     /// The address of the frame. Its first word is the address of the `rt_sigreturn` function, for `ret`. The
-    /// `rt_sigreturn` call needs a stack pointer 8 bytes above.
+    /// `rt_sigreturn` call itself needs a stack pointer 8 bytes above.
     pub base: u64,
 }
 
 impl ReturnFrame {
-    /// Allocates everything that we need.
+    /// Allocates everything now, because we mustn't allocate during the stop.
     pub fn new() -> Self {
         feature_ends();
         Self { frame: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
     /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room`
-    /// returns the end of unused memory of a given length. False: this thread can't have a frame.
+    /// finds unused memory of a given length and returns its end. Returns false if this thread can't have a frame.
     pub fn prepare(
         &mut self,
         tid: i32,
@@ -90,11 +89,11 @@ impl ReturnFrame {
         room: impl FnOnce(u64) -> Option<u64>,
     ) -> bool {
         self.length = 0;
-        // With a shadow stack, `ret` refuses an address that no call has pushed.
+        // With a shadow stack, `ret` refuses an address that no `call` has pushed.
         if ptrace::has_shadow_stack(tid) {
             return false;
         }
-        // The position of the state depends on its length, so we first read it to the beginning of the buffer.
+        // Where the state goes in the frame depends on its length, so we first read it to the beginning of the buffer.
         let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
         if read >= LONGEST {
             return false;
@@ -118,7 +117,7 @@ impl ReturnFrame {
         true
     }
 
-    /// Writes the frame onto memory that holds zeros.
+    /// Writes the frame onto zeroed memory.
     pub fn write(&mut self, tid: i32) -> bool {
         let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
         if !written {
@@ -127,8 +126,8 @@ impl ReturnFrame {
         written
     }
 
-    /// Puts zeros where the frame is as we wrote it. Only fails if the thread was killed or its stack unmapped. Doesn't
-    /// allocate.
+    /// Zeroes the parts of the frame that are still as we wrote them. Only fails if the thread was killed or its stack
+    /// unmapped. Doesn't allocate.
     pub fn unwrite(&self, tid: i32) {
         const STEP: usize = 1024;
         let mut found = [0; STEP];
@@ -140,7 +139,7 @@ impl ReturnFrame {
         }
     }
 
-    /// The length of the frame, bytes; 0 without one.
+    /// The length of the frame, bytes; 0 if we have none.
     pub fn length(&self) -> u64 {
         count(self.length)
     }
@@ -154,7 +153,7 @@ struct FrameLayout {
 }
 
 impl FrameLayout {
-    /// A frame takes at most this many bytes, wherever it ends.
+    /// The most bytes that a frame takes, however its end is aligned.
     fn bytes(xstate_length: usize) -> u64 {
         count(xstate_length + size_of::<u32>()) + 64 + UCONTEXT_LENGTH + 16 + 8
     }
@@ -166,12 +165,12 @@ impl FrameLayout {
     }
 }
 
-/// A frame's description of its floating-point state.
+/// What a frame says about its floating-point state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct XstateSizes {
-    /// The features that aren't in their initial state. `rt_sigreturn` sets the others to their initial state.
+    /// The features that aren't in their initial state. `rt_sigreturn` resets all others.
     features: u64,
-    /// The bytes that the frame declares: all features that every thread has, and AMX if it's in use.
+    /// The size that the frame declares, bytes: all features that every thread has, and AMX if it's in use.
     declared: usize,
     full: usize,
 }
@@ -182,20 +181,21 @@ impl XstateSizes {
             return None; // compacted, which the kernel doesn't do here
         }
         let possible = word(xstate, SW_BYTES)?;
-        // The kernel writes the protection keys whether the header shows them or not.
+        // The kernel writes the protection keys even if the header doesn't list them.
         let features = word(xstate, HEADER)? | X87_SSE | (possible & PKRU);
         let full = end_of(possible);
-        // If the length differs, there is a feature whose place we don't know.
+        // If the length differs, there's a feature that we don't know the place of.
         if full != xstate.len() {
             return None;
         }
         Some(Self { features, declared: end_of(possible & !AMX_DATA | features), full })
     }
 
-    /// Marks a floating-point state as part of a signal frame (`check_xstate_in_sigframe`). Room for a second magic
-    /// number follows the state. The kernel looks for that number at the declared size, but from Linux 6.15 until a
-    /// revert in 7.1 and in stable kernels it looks at the thread's own size, which contains AMX once the thread has
-    /// used it. We write the number to both places: if AMX isn't in use, nothing else is there.
+    /// Adds the magic numbers that make a floating-point state part of a signal frame (`check_xstate_in_sigframe`). The
+    /// caller has left room for the second one after the state. The kernel looks for the second one at the declared
+    /// size. Linux 6.15 up to a revert in 7.1, and stable kernels with the same change, look at the thread's own size
+    /// instead, which includes AMX once the thread has used it. We write the number to both places: if AMX isn't in
+    /// use, nothing else is there.
     fn seal(self, xstate: &mut [u8]) {
         let size = u32::try_from(self.declared).unwrap_or(0);
         xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
@@ -209,8 +209,8 @@ impl XstateSizes {
     }
 }
 
-/// The end of each feature's part of the state in the format that isn't compacted. We read all of them once and not in
-/// a stop: in a virtual machine each read traps to the host, which took 35 us.
+/// Where each feature's part of the state ends, in XSAVE's standard format. We read all of them once and not in a stop:
+/// in a virtual machine each CPUID traps to the host, which took 35 us.
 fn feature_ends() -> &'static [usize; 63] {
     static ENDS: LazyLock<[usize; 63]> = LazyLock::new(|| {
         std::array::from_fn(|feature| {
@@ -223,7 +223,7 @@ fn feature_ends() -> &'static [usize; 63] {
     &ENDS
 }
 
-/// The end of the last one of these features.
+/// Where the last of these features ends.
 fn end_of(features: u64) -> usize {
     let mut end = XSTATE_LEAST;
     for (feature, &feature_end) in feature_ends().iter().enumerate().skip(2) {

@@ -1,14 +1,12 @@
-//! Finds pages of a stack that are certainly unused, for a return frame.
+//! By the ABI everything below the red zone (128 bytes below the stack pointer) is unused, because signal handlers run
+//! there. Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local
+//! array, with live data below its stack pointer. So we write a frame only onto pages that nobody has ever written to
+//! (their pagemap entry is zero), with such a page on both sides. And we use only two kinds of stack: the main thread's
+//! `[stack]`, and mappings that look like a C library's thread stack, with the thread's control block above the stack
+//! pointer and an inaccessible mapping directly below.
 //!
-//! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
-//! Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local array,
-//! with live data below its stack pointer. So we write a frame only onto pages that nothing was ever written to (their
-//! pagemap entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`,
-//! and a mapping that also contains the thread's control block above the stack pointer and has an inaccessible mapping
-//! directly below, as C libraries lay out the stacks of their threads.
-//!
-//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages next to them have
-//! changed: a program that has begun to use this part of its stack would have touched them.
+//! Afterwards these pages hold zeros, and the next frame goes there again, unless the pages next to them have changed:
+//! a program that has begun to use this part of its stack would have touched them.
 
 use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
@@ -25,12 +23,12 @@ use std::sync::{LazyLock, Mutex};
 
 /// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
-/// We leave at most this much room below a frame, for a handler that runs there.
+/// How much room we leave below a frame, at most, for a handler that runs there.
 const HANDLER_BYTES: u64 = 64 << 10;
-/// We inspect this many pages at once: as many as one page table maps. A page whose page table is already in use gets
-/// no huge page.
+/// How many pages we inspect at once: as many as one page table maps. We look first at pages whose page table is
+/// already in use, since they won't get a huge page.
 const WINDOW: usize = 512;
-/// We remember pages of earlier frames for this many processes, and this many of each.
+/// How many processes we remember pages of earlier frames for, and how many pages of each.
 const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 
@@ -46,7 +44,7 @@ pub struct StackCheck {
     pagemap: File,
     /// Pages of earlier frames.
     used: Vec<u64>,
-    /// All private anonymous mappings before the stop: Linux before 6.11 can't report a single one.
+    /// All private anonymous mappings, listed before the stop: before Linux 6.11 we can't query a single one.
     all: Option<Vec<Vma>>,
 }
 
@@ -54,14 +52,14 @@ pub struct StackCheck {
 struct Mapping {
     start: u64,
     end: u64,
-    /// Readable and writable; not executable, shared or of a file.
+    /// Readable and writable, private and anonymous, not executable.
     plain: bool,
     inaccessible: bool,
     main_stack: bool,
 }
 
 impl StackCheck {
-    /// Opens the mappings of thread `tid`.
+    /// Opens the mappings of thread `tid`, before the stop.
     pub fn open(process: &Process, tid: i32) -> Option<Self> {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
@@ -72,7 +70,7 @@ impl StackCheck {
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
             let mut all = Vec::new();
             let listed = each_mapping(process.open_file(&file).ok()?, Names::Special, |vma| {
-                // No stack.
+                // Not a stack.
                 if vma.inode != 0 || vma.perms.shared {
                     return ControlFlow::Continue(());
                 }
@@ -85,8 +83,8 @@ impl StackCheck {
         Some(stack_check)
     }
 
-    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or we don't
-    /// know this kind of stack. Doesn't allocate.
+    /// Finds `bytes` of unused memory on the stack of the stopped thread `tid` and returns its end. `None` if there's
+    /// none, or if we don't know this kind of stack. Doesn't allocate.
     pub fn unused(&self, is_main_thread: bool, tid: i32, own: &Registers, bytes: u64) -> Option<u64> {
         let stack = self.mapping(own.rsp)?;
         if !stack.plain || own.rsp >= stack.end || !self.is_stack_of_thread(&stack, is_main_thread, tid, own) {
@@ -94,7 +92,7 @@ impl StackCheck {
         }
         let needed = usize::try_from(bytes.div_ceil(PAGE_BYTES)).ok()?;
         let end = page_of(own.rsp.checked_sub(RED_ZONE)?);
-        // The main thread's stack grows by itself.
+        // The main thread's stack needs no spare room, because it grows by itself.
         let room = if stack.main_stack { 0 } else { ((end - stack.start) / 4).min(HANDLER_BYTES) };
         let low = page_of(stack.start + room) + PAGE_BYTES;
         let window = count(WINDOW) * PAGE_BYTES;
@@ -116,7 +114,7 @@ impl StackCheck {
         self.unused_below(tid, &stack, own.rsp, needed)
     }
 
-    /// Lets the main thread's stack grow as a deeper call would, and uses the new pages.
+    /// Makes the main thread's stack grow, as a deeper call would, and looks in the new pages.
     fn unused_below(&self, tid: i32, stack: &Mapping, rsp: u64, needed: usize) -> Option<u64> {
         if !stack.main_stack {
             return None;
@@ -128,9 +126,9 @@ impl StackCheck {
         self.unused_in(tid, grown.start + PAGE_BYTES, stack.start, needed)
     }
 
-    /// The end of the lowest `needed` unused pages in `[start, end)`.
+    /// Finds the lowest `needed` unused pages in `[start, end)` and returns their end.
     fn unused_in(&self, tid: i32, start: u64, end: u64, needed: usize) -> Option<u64> {
-        /// An entry of zeros: the page is neither present nor swapped out, and has no marker of a guard or of
+        /// A pagemap entry of zeros: the page is neither present nor swapped out, and isn't marked as a guard or by
         /// userfaultfd.
         const UNTOUCHED: [u8; 8] = [0; 8];
         let pages = usize::try_from(end.checked_sub(start)? / PAGE_BYTES).ok()?.min(WINDOW);
@@ -153,13 +151,13 @@ impl StackCheck {
         if stack.main_stack {
             return is_main_thread;
         }
-        // By the ABI for thread-local storage a thread's control block begins with its own address.
+        // By the ABI for thread-local storage, a thread's control block begins with its own address.
         (own.rsp..stack.end).contains(&own.fs_base)
             && ptrace::peek(tid, own.fs_base) == Ok(own.fs_base)
             && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
     }
 
-    /// Remembers the pages of our stack frame at `[base, base + bytes)`. We have filled them with zeros again.
+    /// Remembers the pages of our return frame at `[base, base + bytes)`, which we've zeroed again.
     pub fn remember(process: &Process, base: u64, bytes: u64) {
         let mut used = locked(&USED);
         if used.len() >= PROCESSES_KEPT {
@@ -185,7 +183,7 @@ impl StackCheck {
         })
     }
 
-    /// `PROCMAP_QUERY` of Linux 6.11 (fs/proc/task_mmu.c): the mapping that covers an address.
+    /// Finds the mapping that covers an address: `PROCMAP_QUERY` of Linux 6.11 (fs/proc/task_mmu.c).
     fn query(&self, addr: u64) -> Result<Mapping, i32> {
         const REQUEST: libc::Ioctl = 0xc068_6611_u32 as libc::Ioctl; // _IOWR('f', 17, struct procmap_query)
         const ANY_ACCESS: u64 = 1 | 2 | 4;
@@ -203,7 +201,7 @@ impl StackCheck {
         // SAFETY: the structure and the name it points to outlive the call.
         let result = unsafe { libc::ioctl(self.maps.as_raw_fd(), REQUEST, &raw mut query) };
         if result < 0 {
-            // ENAMETOOLONG: a longer name, which is a file's. ENOENT: no mapping.
+            // ENAMETOOLONG: a longer name, so it's a file's mapping. ENOENT: no mapping.
             return Err(super::Errno::last().0);
         }
         Ok(Mapping {
@@ -220,7 +218,7 @@ fn page_of(addr: u64) -> u64 {
     addr & !(PAGE_BYTES - 1)
 }
 
-/// Whether a page of the stopped thread holds zeros only.
+/// Whether a page of the stopped thread holds only zeros.
 fn is_zero(tid: i32, addr: u64) -> bool {
     let mut page = [1; PAGE_SIZE];
     ptrace::read(tid, addr, &mut page).is_ok() && page == [0; PAGE_SIZE]
@@ -260,7 +258,8 @@ mod tests {
         let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
         let here = &raw const stack as u64;
         let code = the_query_and_the_text_of_maps_agree as *const () as u64;
-        // For a file with a long path the query fails where the text has a mapping. Neither result counts as plain.
+        // For a file with a long path the query fails, but the text lists the mapping. In both cases it doesn't count
+        // as plain.
         let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
         let asked = addresses.map(|addr| plain(stack_check.mapping(addr)));

@@ -2,9 +2,9 @@
 //!
 //! Any thread can run them, because all share one address space. The best one blocks in a call that the kernel restarts
 //! without effect. A running one will do, preferably one that spends little of its time in the kernel, where a stop may
-//! cut a call short. We never choose a thread in a call that returns a partial result when interrupted (a large write to
-//! a pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that doesn't stop at all
-//! (uninterruptible sleep, a vfork parent).
+//! cut a call short. We never choose a thread in a call that returns a partial result when interrupted (a large write
+//! to a pipe, a receive with MSG_WAITALL, an io_uring wait that also submits). Nor do we choose one that wouldn't stop
+//! at all (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use pagefold_procmem::os::fields::number;
@@ -12,7 +12,7 @@ use pagefold_procmem::process::{Process, ReadError, Stat};
 use rustix::fs::OFlags;
 use std::os::fd::AsRawFd;
 
-/// We examine this many threads at most. Each takes some 10 us.
+/// How many threads we examine at most. Each takes some 10 us.
 const MAX_THREADS: usize = 128;
 
 /// The content of `/proc/PID/task/TID/syscall`.
@@ -30,7 +30,7 @@ pub enum Activity {
 }
 
 impl Activity {
-    /// Parses the text of the file.
+    /// Parses the content of the file.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?.trim_end();
         if text == "running" {
@@ -70,7 +70,7 @@ pub enum Fitness {
 pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
     match state {
         b'R' | b'S' => {}
-        // Job control has interrupted its call already.
+        // Job control has already interrupted any call.
         b'T' => return Some(Fitness::User),
         _ => return None,
     }
@@ -90,14 +90,14 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_wait4
             | libc::SYS_waitid
             | libc::SYS_msgrcv
-            // One of the calls above with a timeout, after a stop.
+            // Continues one of the calls above that has a timeout, after a stop.
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
-            // It has already submitted, so an interrupted call returns the number submitted although it hasn't waited
-            // long enough.
+            // This call also submits. If we interrupted it, it would return the number submitted although it hasn't
+            // waited long enough.
             libc::SYS_io_uring_enter if args[1] != 0 => None,
-            // We could repair these, but they may have sent a part: we don't choose them.
+            // We could repair EINTR here, but the calls may have sent a part, so we don't choose them.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
             nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
             _ => None,
@@ -109,7 +109,7 @@ fn waitall() -> u64 {
     u64::from(libc::MSG_WAITALL.unsigned_abs())
 }
 
-/// A thread, and its activity when we examined it.
+/// A thread, and what it was doing when we examined it.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub tid: i32,
@@ -134,15 +134,15 @@ pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether a cgroup freezer holds the thread. The signs aren't documented, so a thread may be frozen though this
-/// returns false; then a time limit ends the attempt.
+/// Whether a cgroup freezer has frozen the thread. The kernel doesn't document how to tell, so we may miss one; then a
+/// time limit ends the attempt.
 pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
-    // Version 1 freezes threads during their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
+    // Version 1 freezes threads in their sleep (Linux 6.1). Only the freezer makes these sleeps uninterruptible.
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
         return true;
     }
-    // Version 2 freezes threads where signals are delivered. The compiler may inline that function into its caller,
-    // where threads stopped by job control wait too (state T).
+    // Version 2 freezes threads in `do_freezer_trap`, where signals are delivered. The compiler may inline that
+    // function into `get_signal`, where threads stopped by job control wait, too (state T).
     process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
         b"__refrigerator" | b"do_freezer_trap" => true,
         b"get_signal" => stat.state == b'S',
@@ -222,15 +222,15 @@ fn in_kernel_permille(stat: &Stat, activity: Activity) -> u64 {
     }
 }
 
-/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call, and
-/// we can't see that while it runs.
+/// Whether a running thread soon blocks in a call that an interruption would change. Then it may be in that call
+/// already, which we can't see while it runs.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
     (0..CHECKS).any(|_| {
         std::thread::sleep(PAUSE);
         examine(process, tid).is_ok_and(|(stat, activity)| {
-            // No stop can interrupt an uninterruptible wait (for an mmap lock, a disk).
+            // Uninterruptible waits (for an mmap lock, a disk) don't count: no stop can interrupt them.
             stat.state == b'S'
                 && matches!(activity, Activity::Syscall { .. })
                 && fitness(stat.state, activity).is_none()
@@ -238,16 +238,16 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Whether a process has an `io_uring`. If so, a running thread may submit to it and wait at any moment, and we can't
-/// tell afterwards whether its wait was cut short. Also true if we can't know, because the descriptor table is too
-/// large to read each time.
+/// Whether a process may have an `io_uring`. If so, a running thread may submit to it and wait at any moment, and we
+/// can't tell afterwards whether we've cut its wait short. We also return true if the descriptor table is too large to
+/// read each time.
 fn may_have_ring(process: &Process) -> bool {
     const MAX_DESCRIPTORS: usize = 16_384;
     let Ok(directory) = process.open_with("fd", OFlags::DIRECTORY) else { return true };
     let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
     for (count, entry) in entries.enumerate() {
         let Ok(entry) = entry else { return true };
-        // A descriptor that has just been closed has no target.
+        // If the descriptor has just been closed, there's no link to read.
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         if count == MAX_DESCRIPTORS || target.as_os_str() == "anon_inode:[io_uring]" {
             return true;
@@ -256,11 +256,11 @@ fn may_have_ring(process: &Process) -> bool {
     false
 }
 
-/// The process that traces a thread; 0 if there is none, or we can't see it from this pid namespace.
+/// The process that traces a thread; 0 if there's none or if we can't see it from this pid namespace.
 pub fn tracer(process: &Process, tid: i32) -> i32 {
     let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
     let by = number(&status, "TracerPid").unwrap_or(0);
-    // The field holds the tracing thread.
+    // TracerPid is the id of a thread; we want its process.
     match std::fs::read(format!("/proc/{by}/status")) {
         Ok(status) if by != 0 => number(&status, "Tgid").unwrap_or(by),
         _ => by,

@@ -1,8 +1,8 @@
-//! A stopped thread: save, call, restore, detach.
+//! Makes the calls in a stopped thread: save, call, restore, detach.
 //!
-//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
-//! nor receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what
-//! happens to the thread if we die at one of the `fault::point`s.
+//! Between the first register that we set and the last one that we restore ([`Tracee::make_calls`]), this code doesn't
+//! allocate, panic or receive signals, and it only returns once the thread is restored or dead. [`super::return_frame`]
+//! says what happens to the thread if we die at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
 use super::ptrace::{self, Registers, SignalCause, SyscallEntry, TraceeEvent};
@@ -14,18 +14,18 @@ use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::Process;
 
-/// Attempts at a call that signals interrupt (unmerging stops at any pending signal).
+/// How often we make a call that signals interrupt (unmerging stops at any pending signal).
 const RESTARTS: u32 = 4;
-/// Time for an interrupted call to return before the caller learns that the thread is held.
+/// How long an interrupted call may take to return. After that we report the thread as held.
 const GRACE_NS: u64 = 100_000_000;
-/// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
+/// How long a wait polls before it sleeps: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
-/// If a stop has lasted this long before the first call, we end it without a call.
+/// If we get to the first call this late after the thread was last seen running, we end the stop without a call.
 const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
-/// Waits until the tracer or job control has stopped the thread. Delivers signals that come first. `since_ns` becomes
-/// the time of the last check that found it running.
+/// Waits until our interrupt or job control has stopped the thread. Delivers signals that come first. `since_ns`
+/// becomes the time of the last check that found the thread running.
 pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
     loop {
         match wait(tid, until_ns, since_ns) {
@@ -54,7 +54,7 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
             // SAFETY: no arguments. The target may need this CPU.
             unsafe { libc::sched_yield() };
         } else {
-            // We notice the end late by an eighth of the wait at most.
+            // So we notice an event late by at most an eighth of the time that it took.
             let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
             let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
             // SAFETY: `nap` outlives the call.
@@ -63,7 +63,7 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
     }
 }
 
-/// The monotonic clock, nanoseconds. Not `Instant`, whose arithmetic may panic.
+/// The monotonic clock, nanoseconds. We can't use `Instant`, whose arithmetic may panic.
 pub fn clock_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` outlives the call, which cannot fail for this clock.
@@ -76,11 +76,11 @@ pub fn clock_ns() -> u64 {
 pub enum StopEnd {
     Restored,
     Gone,
-    /// A signal that cannot be blocked (SIGSTOP) had to be delivered.
+    /// We had to deliver a signal that can't be blocked (SIGSTOP).
     Signal,
-    /// The thread is in a restartable sequence, or the program has changed since we examined it.
+    /// The thread is at a bad moment (in a restartable sequence, signals pending), or the code that we found is gone.
     Unstable,
-    /// The process is running a program other than the one that the calls are for.
+    /// The process is running another program than the calls are for.
     OtherProgram,
     Filtered,
     Compat,
@@ -90,17 +90,17 @@ pub enum StopEnd {
     TimedOut,
 }
 
-/// Why we made no further call. Except for `Gone`, the thread is stopped.
+/// Why we made no further call. The thread is stopped, except after `Gone`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CallFailure {
     Gone,
     TimedOut,
     Signal(i32),
-    /// The thread came to a system call other than the one we sent it to. That call was not made.
+    /// The thread entered a system call other than the one that we sent it to. We skipped that call.
     Diverted,
 }
 
-/// A request to a stopped thread only fails if the thread was killed.
+/// ptrace requests to a stopped thread only fail if the thread was killed.
 impl From<Errno> for CallFailure {
     fn from(_: Errno) -> Self {
         Self::Gone
@@ -109,10 +109,10 @@ impl From<Errno> for CallFailure {
 
 pub struct Tracee<'a> {
     pub tid: i32,
-    /// The program that the calls are for. `None`: any.
+    /// The program that the calls are for. `None`: whichever the process runs.
     pub program: Option<(&'a Process, ProgramId)>,
     pub since_ns: u64,
-    /// Stopped by the tracer's interrupt, not by job control.
+    /// Whether our interrupt stopped it, not job control.
     pub by_us: bool,
     pub is_main_thread: bool,
     /// A `syscall` instruction: the trampoline's if there is one.
@@ -141,22 +141,22 @@ impl Tracee<'_> {
         frame: &mut ReturnFrame,
     ) -> StopResult {
         let tid = self.tid;
-        // We do this at once, whatever happens next: before it, a release or our death would mean an EINTR for the
-        // thread.
+        // We do this first, whatever happens next: if we released the thread or died before it, the thread would see an
+        // EINTR.
         let Ok(original) = repair(tid, self.by_us) else { return self.let_go(StopEnd::Gone) };
         fault::point("stopped");
         if let Some(unusable) = self.unusable(&original) {
             return self.let_go(unusable);
         }
         let Ok(mask) = ptrace::signal_mask(tid) else { return self.let_go(StopEnd::Gone) };
-        // We'd take a pending fault signal for a fault of the borrowed registers, and lose it. Any other signal may
-        // have to end the interrupted call with EINTR, which a return by the frame can't do.
+        // We'd mistake a pending fault signal for a fault of our borrowed registers, and drop it. Any other pending
+        // signal may have to end the interrupted call with EINTR, and a return by the frame can't do that.
         let Some(pending) = ptrace::pending_signals(tid) else { return self.let_go(StopEnd::Unstable) };
         if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
             return self.let_go(StopEnd::Unstable);
         }
-        // This is only a check, and we clear the option before the thread runs: we suspend filters within each call
-        // only.
+        // This only checks whether we may suspend filters. We clear the option before the thread runs, and set it again
+        // within each call.
         let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
         if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
             return self.let_go(StopEnd::Gone);
@@ -185,7 +185,7 @@ impl Tracee<'_> {
         StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
     }
 
-    /// Releases the thread before we've borrowed its registers.
+    /// Releases the thread, whose registers we haven't borrowed yet.
     fn let_go(&self, end: StopEnd) -> StopResult {
         let end = match ptrace::set_options(self.tid, 0).and(ptrace::detach(self.tid, 0)) {
             Ok(()) => end,
@@ -194,13 +194,13 @@ impl Tracee<'_> {
         StopResult { made: 0, end, unguarded: false, away_ns: 0 }
     }
 
-    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock, which the call would wait
-    /// for, too.
+    /// Whether our reads of memory have taken so long that a sibling must be holding the mmap lock. The call would wait
+    /// for it, too.
     fn is_late(&self) -> bool {
         clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }
 
-    /// Writes the return frame. False: nothing was written.
+    /// Writes the return frame. Returns false if we've written nothing.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
         frame.prepare(self.tid, &goal, mask, trampoline, |bytes| {
@@ -208,7 +208,7 @@ impl Tracee<'_> {
         }) && frame.write(self.tid)
     }
 
-    /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
+    /// If the thread is in `restart_syscall` since an earlier stop: the number of the call that continues there.
     fn number_restarted(&self, original: &Registers) -> Option<i64> {
         if signed(original.orig_rax) != libc::SYS_restart_syscall {
             return None;
@@ -218,27 +218,28 @@ impl Tracee<'_> {
         regs::number_in_code(&code)
     }
 
-    /// Why we must not use this stop, if there is a reason.
+    /// Why we mustn't make calls in this stop, if there is a reason.
     fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
-        // No exec can come between this check and the release: it would kill the thread.
+        // No exec can come between this check and the release, since it would kill this thread first.
         if !is_same(self.program) {
             return Some(StopEnd::OtherProgram);
         }
         if !regs::is_64_bit(stopped) {
             return Some(StopEnd::Compat);
         }
-        // The kernel aborts a restartable sequence when the thread returns to it. If we let the thread run elsewhere
-        // first, the kernel wouldn't notice that it returns to the middle of the sequence, which then wouldn't be
+        // The kernel aborts a restartable sequence when it returns to a thread in the middle of one. If we let the
+        // thread run elsewhere first, the kernel wouldn't notice, and the sequence would continue although it wasn't
         // atomic.
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
             return Some(StopEnd::Unstable);
         }
-        // The kernel checks this before the entry stop: the thread would get SIGSYS. Unknown before Linux 6.4.
+        // The kernel dispatches calls before the entry stop, so the thread would get SIGSYS. The request is unknown
+        // before Linux 6.4.
         if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
             return Some(StopEnd::Dispatched);
         }
-        // We found the code before the stop; an exec in between replaces it.
+        // We found the code before the stop, and an exec may have replaced it since.
         let there = match self.trampoline {
             Some(trampoline) => trampoline.is_there(tid),
             None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
@@ -252,7 +253,7 @@ impl Tracee<'_> {
         if area == 0 {
             return false;
         }
-        // The pointer stays set after the section until the kernel next checks, so the range decides.
+        // The kernel clears this pointer late, so it may still point to a section that is over. We compare the range.
         let section = self.word(area.wrapping_add(SECTION_IN_AREA));
         if section == 0 {
             return false;
@@ -295,8 +296,9 @@ impl Calling<'_> {
             }
             fault::point("registers-set");
         }
-        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Fault
-        // signals don't: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
+        // We block signals until the thread is restored, because a handler's frame would contain the borrowed
+        // registers. We don't block fault signals: the kernel would reset the handler of a blocked one, whereas an
+        // unblocked one only stops the thread.
         if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
             return (0, StopEnd::Gone);
         }
@@ -312,7 +314,7 @@ impl Calling<'_> {
         }
     }
 
-    /// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive it.
+    /// Whether our own code made the thread raise a signal, which the thread then mustn't receive.
     fn is_ours(&self, signal: i32) -> bool {
         let tid = self.tracee.tid;
         let Some(cause) = ptrace::signal_cause(tid) else { return false };
@@ -327,7 +329,7 @@ impl Calling<'_> {
         Borrowed { code, frame }.may_raise(signal, cause, registers.rip)
     }
 
-    /// Makes one call after the other. Returns the number made, and why not all.
+    /// Makes one call after the other. Returns how many we made, and why we stopped early.
     fn call_all(
         &self,
         calls: &[Call],
@@ -335,7 +337,7 @@ impl Calling<'_> {
         limits: &Limits,
         progress: &AttemptProgress,
     ) -> (usize, Option<CallFailure>) {
-        // This limit holds however many calls there are.
+        // The limit for all calls together.
         let end_ns = clock_ns().saturating_add(limits.stop_ns).saturating_add(limits.call_ns);
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
@@ -344,7 +346,8 @@ impl Calling<'_> {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
-                // Resuming takes the thread past its pending signals, so the same one does not interrupt again.
+                // When we resume the thread, it gets past the signals that are pending, so the same one doesn't
+                // interrupt again.
                 if !(-516..=-512).contains(&*answer) {
                     break;
                 }
@@ -362,7 +365,7 @@ impl Calling<'_> {
         progress: &AttemptProgress,
     ) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
-        // With a return frame the thread is already on its way to the entry of `rt_sigreturn`.
+        // With a return frame the thread is already heading for the entry of `rt_sigreturn`, where the call takes over.
         if self.trampoline.is_none() {
             let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
             ptrace::set_registers(tid, &registers)?;
@@ -374,7 +377,7 @@ impl Calling<'_> {
         let mut is_ours = true;
         let mut interrupted = false;
         let mut unused = 0;
-        // Before the call the thread only returns to user space, where a freezer may hold it.
+        // Up to the entry the thread only returns to user space, where a freezer may hold it.
         let mut until_ns = clock_ns().saturating_add(limits.stop_ns).min(end_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
@@ -400,7 +403,7 @@ impl Calling<'_> {
                     };
                 }
                 TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
-                // Job control. Detaching puts the thread back into its group's stop.
+                // Job control stopped it. Once we detach, the thread joins its group's stop again.
                 TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid)?,
                 TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
                 TraceeEvent::Gone => return Err(CallFailure::Gone),
@@ -410,7 +413,7 @@ impl Calling<'_> {
                     ptrace::interrupt(tid)?;
                 }
                 TraceeEvent::Nothing => {
-                    // We can only wait now: we can't restore the thread before it stops.
+                    // We can't restore the thread before it stops, so now we can only wait.
                     until_ns = u64::MAX;
                     progress.get_stuck();
                 }
@@ -418,16 +421,16 @@ impl Calling<'_> {
         }
     }
 
-    /// Called at the entry of a system call. Replaces it by `call`, verifies that, and suspends the seccomp filters
-    /// until the call's exit. False if the thread isn't at the entry of a 64-bit call, because it has run code other
-    /// than ours. Then it makes no call.
+    /// Called at the entry of a system call. Replaces that call by `call`, verifies that this worked, and suspends the
+    /// seccomp filters until the call's exit. Returns false if the thread has run other code than ours, so that it
+    /// isn't at the entry of a 64-bit call. Then it makes no call.
     ///
-    /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and
-    /// arguments.
+    /// Until now a sibling may have replaced the code. From here to the exit the kernel has the call's number and
+    /// arguments, so a sibling can't change them.
     fn take_over(&self, call: &Call) -> Result<bool, Errno> {
         let tid = self.tracee.tid;
         let (rsp, rip) = match self.trampoline {
-            // The call returns to the `ret` after the instruction.
+            // `rip` is the `ret` after the `syscall` instruction.
             Some(trampoline) => (self.frame.base, trampoline.syscall.wrapping_add(2)),
             None => (self.original.rsp, self.tracee.instruction.wrapping_add(2)),
         };
@@ -497,22 +500,22 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// The length of the code that a thread with borrowed registers runs: `mov $15, %rax; syscall` and `syscall; ret`, and the
-/// address after it.
+/// The code that a thread runs with borrowed registers: lengths of `mov $15, %rax; syscall`, and of `syscall; ret` with
+/// the address after it.
 const SIGRETURN_LENGTH: u64 = 10;
 const SYSCALL_LENGTH: u64 = 3;
 
-/// The code and the frame of a thread with borrowed registers: addresses and lengths.
+/// Address and length of the code that a thread runs with borrowed registers, and of its return frame.
 struct Borrowed {
     code: [(u64, u64); 2],
     frame: (u64, u64),
 }
 
 impl Borrowed {
-    /// Whether our code may have made the thread raise this signal. We don't count what can arrive at any time: a
-    /// performance counter's overflow (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), SIGSYS (no call we
-    /// inject is denied), and faults that the program sends itself, unless their address is ours or missing
-    /// (SI_KERNEL).
+    /// Whether our code may have made the thread raise this signal. Some signals can arrive at any time, and aren't
+    /// ours: a performance counter's overflow (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), SIGSYS (no
+    /// call that we inject is denied), and faults that the program sends itself, unless their address is in our code or
+    /// missing (SI_KERNEL).
     fn may_raise(&self, signal: i32, cause: SignalCause, rip: u64) -> bool {
         const TRAP_PERF: i32 = 6;
         const BUS_MCEERR: [i32; 2] = [4, 5];
@@ -525,7 +528,7 @@ impl Borrowed {
         if is_any_time || FAULTS & bit(signal) == 0 || !self.is_code(rip) {
             return false;
         }
-        // A breakpoint has no address, nor has a general protection fault.
+        // Neither a breakpoint nor a general protection fault has an address.
         cause.code == SI_KERNEL || self.is_code(cause.address) || is_in(self.frame, cause.address)
     }
 
@@ -538,10 +541,10 @@ fn is_in((start, length): (u64, u64), address: u64) -> bool {
     address.wrapping_sub(start) < length
 }
 
-/// The libc crate doesn't have it.
+/// The libc crate lacks this value.
 const SI_KERNEL: i32 = 0x80;
 
-/// The options of a thread whose seccomp filters are suspended.
+/// ptrace options that suspend a thread's seccomp filters.
 const SUSPENDED: u64 = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
 
 /// Signals that the kernel raises for a thread's own actions.
@@ -577,11 +580,12 @@ mod tests {
     fn only_faults_of_the_borrowed_code_are_kept_from_a_thread() {
         let borrowed = Borrowed { code: [(0x1000, 10), (0x2000, 3)], frame: (0x7000, 0x400) };
         let raised = |signal, code, address, rip| borrowed.may_raise(signal, SignalCause { code, address }, rip);
-        // It fetches code that is gone, runs into a breakpoint, an invalid instruction, a step, and returns by a lost frame.
+        // Ours: fetching code that is gone, running into a breakpoint, an invalid instruction or a step, and returning
+        // by a lost frame.
         assert!(raised(libc::SIGSEGV, 1, 0x1000, 0x1000) && raised(libc::SIGBUS, 2, 0x2000, 0x2000));
         assert!(raised(libc::SIGTRAP, SI_KERNEL, 0, 0x1001) && raised(libc::SIGILL, 2, 0x1007, 0x1007));
         assert!(raised(libc::SIGTRAP, 2, 0x2002, 0x2002) && raised(libc::SIGSEGV, 1, 0x7000, 0x2002));
-        // Sent by the program, or raised elsewhere.
+        // Not ours: sent by the program, or raised elsewhere.
         assert!(!raised(libc::SIGSEGV, 1, 0x1234, 0x1000) && !raised(libc::SIGSEGV, 1, 0x7400, 0x1000));
         assert!(!raised(libc::SIGSEGV, 1, 0x1000, 0x3000) && !raised(libc::SIGUSR1, 1, 0x1000, 0x1000));
         assert!(!raised(libc::SIGBUS, 4, 0x1000, 0x1000) && !raised(libc::SIGTRAP, 6, 0x1000, 0x1000));

@@ -1,9 +1,9 @@
-//! Two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]): `syscall;
-//! ret`, where it makes the calls, and the function that signal handlers return by (`__restore_rt` of glibc and musl,
-//! `sigreturn__sigaction` of Go).
+//! Finds two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]).
+//! `syscall; ret` is where it makes the calls. The other piece is the function by which signal handlers return
+//! (`__restore_rt` of glibc and musl, `sigreturn__sigaction` of Go).
 //!
-//! We search the executable mappings of files, in the pages that are mapped. We remember the result per file, since
-//! searching glibc takes a millisecond, and use it in other processes where the page is mapped.
+//! We search the executable mappings of files, and only pages that are mapped. Searching glibc takes a millisecond, so
+//! we remember the result per file, and use it in other processes where the page is mapped.
 
 use super::code::Code;
 use super::ptrace;
@@ -19,15 +19,15 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// We search this many bytes of one mapping, and this many in all mappings of a process. Both pieces are in the first
-/// megabyte of glibc, musl and Go programs; larger files may have none.
+/// How many bytes of one mapping we search, and how many of all mappings of a process. Both pieces are in the first
+/// megabyte of glibc, musl and Go programs. In larger files there may be none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
-/// We consider this many executable mappings of files in one process.
+/// How many executable mappings of files we consider in one process.
 const MAPPINGS: usize = 1024;
-/// If we don't find them in a process we search it again after this time: more pages may be mapped then.
+/// If we don't find both pieces in a process, we search it again after this time: more pages may be mapped by then.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);
-/// Cache entries of each kind. Beyond that we drop all of them and find them again.
+/// How many entries of each kind the cache holds. Beyond that we drop all of them and search again.
 const CACHED: usize = 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct Trampoline {
 }
 
 impl Trampoline {
-    /// Checks during the stop whether the code is still there. Doesn't allocate.
+    /// Checks, during the stop, whether the code is still there. Doesn't allocate.
     pub fn is_there(self, tid: i32) -> bool {
         let mut code = [0_u8; 16];
         for (half, at) in code.chunks_exact_mut(8).zip([self.sigreturn, self.sigreturn.wrapping_add(8)]) {
@@ -50,7 +50,7 @@ impl Trampoline {
     }
 }
 
-/// The pieces in a mapping of a file, as offsets from its start.
+/// Where the pieces are in a file's mapping: offsets from its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Pieces {
     syscall: Option<u64>,
@@ -71,8 +71,8 @@ fn cache() -> MutexGuard<'static, Cache> {
     locked(&CACHE)
 }
 
-/// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a
-/// frame.
+/// Finds both pieces in the code of a thread's process. `None` if one is absent or not mapped: then we make the calls
+/// without a return frame.
 pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     let key = process.key();
     match cache().processes.get(&key) {
@@ -104,7 +104,7 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     found
 }
 
-/// Drops the cached pieces: the code has changed, most likely by an exec.
+/// Drops the cached pieces of a process whose code has changed, most likely by an exec.
 pub fn forget(process: &Process) {
     cache().processes.remove(&process.key());
 }
@@ -133,11 +133,10 @@ fn is_libc(name: &[u8]) -> bool {
     file.starts_with(b"libc.") || file.starts_with(b"libc-") || file.starts_with(b"ld-musl")
 }
 
-/// The pieces in a mapping. `None`: the memory is gone.
+/// Finds the pieces in a mapping. `None`: the memory is gone.
 fn pieces_of(vma: &Vma, code: &Code, left: &mut u64) -> Option<Pieces> {
     let key = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
-    // We check the cached pieces: the file may have been overwritten in place since, or the page may not be mapped
-    // here.
+    // We check cached pieces again: the file may have been overwritten in place, or the page may not be mapped here.
     let seen = cache().files.get(&key).copied().unwrap_or_default().those_in(code, vma.start);
     if seen.is_complete() {
         return Some(seen);
@@ -166,7 +165,7 @@ impl Pieces {
         Self { syscall: self.syscall.or(other.syscall), sigreturn: self.sigreturn.or(other.sigreturn) }
     }
 
-    /// The pieces that really are in the mapping that begins at `start`.
+    /// Keeps only the pieces that really are in the mapping that begins at `start`.
     fn those_in(self, code: &Code, start: u64) -> Self {
         Self {
             syscall: self.syscall.filter(|offset| is_any_at(code, start + offset, &[SYSCALL_RET])),
@@ -197,7 +196,7 @@ fn search(code: &Code, start: u64, bytes: u64) -> Option<Pieces> {
     if searched.is_ok() { Some(pieces) } else { None }
 }
 
-/// A length in memory fits: both types have 64 bits here.
+/// Can't truncate: `usize` has 64 bits here.
 fn length_of(bytes: usize) -> u64 {
     u64::from_ne_bytes(bytes.to_ne_bytes())
 }

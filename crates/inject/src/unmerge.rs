@@ -1,12 +1,13 @@
-//! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
+//! Unmerging: unmarks everything that's marked in a process, so that every merged page gets its own copy again.
 //!
 //! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
-//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target keeps
-//! running. So we do that first, in steps with a check of the target's memory limits before each, and then one call
-//! unmarks a whole mapping, with little left to copy. We don't unmark a part of a mapping on its own: that would split
-//! the mapping, and a program that moves its memory just then would notice. There are two exceptions: processes with
-//! many zero pages that ksmd has replaced by the kernel's, which only the call unmerges, and kernels that don't
-//! distinguish merged from fork-shared pages, which reading would copy too. There we unmark a mapping in steps.
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). If we read a merged page from outside, the kernel copies it, too, while the
+//! target keeps running. So we do that first, in steps, and check the target's memory limits before each. Then one call
+//! unmarks a whole mapping and has little left to copy. We don't unmark a part of a mapping on its own: that would
+//! split the mapping, and a program that moves its memory just then would notice. There are two exceptions, where we
+//! unmark a mapping in steps. One is processes with many zero pages that ksmd has replaced by the kernel's zero page:
+//! only the call unmerges these. The other is kernels that don't tell merged from fork-shared pages: there our reads
+//! would copy both.
 
 use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
@@ -28,22 +29,21 @@ use std::thread::sleep;
 use std::time::Instant;
 use thiserror::Error;
 
-/// Address space whose copies we make from outside after one check of the limits: 2 MiB, 2 ms at about a gigabyte a
-/// second.
+/// How much address space we copy from outside after one check of the limits: 2 MiB, 2 ms at about a gigabyte a second.
 const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
-/// Address space that one call unmarks if it has to make the copies.
+/// How much address space one call unmarks if it has to make the copies.
 const STEP_BYTES: u64 = 4 * COPY_BYTES;
-/// Address space that one call unmarks if it copies little: walking it takes some 40 ms at most.
+/// How much address space one call unmarks if it copies little. Walking that takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// How long that call may take: it waits for the mmap lock, too.
+/// How long a call that unmarks may take, including its wait for the mmap lock.
 const CALL_NS: u64 = 1_000_000_000;
-/// We give up after this many attempts on mappings that keep changing or calls that signals keep interrupting.
+/// We give up after this many attempts: the mappings keep changing, or signals keep interrupting the calls.
 const ATTEMPTS: u32 = 5;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmerged {
     pub unmarked: Bytes,
-    /// Memory unmerged. Includes zero pages only where the kernel counts them per process (6.10).
+    /// How much memory we've unmerged. Includes zero pages only where the kernel counts them per process (6.10).
     pub given_back: Bytes,
     /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
@@ -55,19 +55,19 @@ pub struct Unmerged {
 pub struct UnmarkedMapping {
     pub start: u64,
     pub end: u64,
-    /// How much of it isn't marked any more.
+    /// How much of the mapping isn't marked any more.
     pub unmarked: Bytes,
 }
 
-/// Why we couldn't unmerge a process, or not completely.
+/// Why we couldn't unmerge a process completely.
 #[derive(Debug, Error)]
 pub enum UnmergeError {
     #[error(transparent)]
     Read(#[from] ReadError),
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// The copies wouldn't fit into its memory limits: `left` is how much the limits leave, `wanted` the size of a step
-    /// with a margin.
+    /// The copies wouldn't fit into the process's memory limits. `left` is how much the limits leave, `wanted` the size
+    /// of a step plus a margin.
     #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
     NoRoom { pid: i32, left: Bytes, wanted: Bytes },
     /// The process keeps its mmap lock: we can neither read it nor change its marks.
@@ -100,7 +100,7 @@ impl UnmergeError {
     }
 }
 
-/// A range of addresses in pieces that one call may unmark: the start of each, and its length in bytes.
+/// Cuts an address range into pieces that one call may unmark: the start of each, and its length in bytes.
 pub fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
     let by = usize::try_from(step.0).unwrap_or(usize::MAX);
     (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
@@ -113,8 +113,8 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
-/// room for the next step. `report` shows how far we got, also after an error.
+/// Makes calls that unmark, one by one, each after we've made its copies. Fails when the process's memory limits leave
+/// no room for the next step. `report` shows how far we got, also after an error.
 pub fn unmark_in_steps(
     process: &Process,
     program: &ProgramId,
@@ -130,7 +130,8 @@ pub fn unmark_in_steps(
         let mut copies_by_call = STEP_BYTES;
         if call.nr == libc::SYS_madvise && shows_merged() {
             copy_merged(&mut reader, process, roots, call.args[0], call.args[0] + call.args[1])?;
-            // The copies are made. If the call waited for room for more, we'd never make it where the copies just fit.
+            // We've made the copies, so the call needs no room for them. If we asked for room again, we'd never make
+            // the call where the copies just fit.
             copies_by_call = 0;
         }
         check_room(process, roots, copies_by_call)?;
@@ -147,7 +148,7 @@ pub fn unmark_in_steps(
     Ok(())
 }
 
-/// Copies the merged pages of a range of addresses, while the process's memory limits leave room for the next step.
+/// Copies the merged pages of an address range. Fails when the process's memory limits leave no room for the next step.
 fn copy_merged(
     reader: &mut PageReader,
     process: &Process,
@@ -170,7 +171,7 @@ fn check_room(process: &Process, roots: &Roots, copies: u64) -> Result<(), Unmer
     if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
 }
 
-/// Refuses processes without memory. Nothing can be marked in them, but the user may have named the wrong process.
+/// Refuses processes without memory: nothing can be marked in them, so the user has probably named the wrong process.
 pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
     let pid = process.pid();
     let stat = process.stat()?;
@@ -183,11 +184,11 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
     Ok(())
 }
 
-/// Unmarks everything marked in a process. `done` shows how far we got, also after an error.
+/// Unmarks everything that's marked in a process. `done` shows how far we got, also after an error.
 ///
 /// # Errors
-/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; memory that's already unmarked stays
-/// unmarked.
+/// [`UnmergeError::NoRoom`] if the process's memory limits leave no room for the copies. Memory that's already unmarked
+/// stays unmarked.
 pub fn unmerge(
     process: &Process,
     injector: &InjectorHandle,
@@ -200,7 +201,7 @@ pub fn unmerge(
     let ran = unmark_all(process, &program, injector, roots, before.clone(), &mut done.longest_stop_ns);
     match (&ran, MarkState::of(process)) {
         (_, Ok(after)) => done.record(&before, &after),
-        // We don't know of anything that was unmarked.
+        // We can't read what was unmarked.
         (Ok(()), Err(error)) => return Err(error.into()),
         (Err(_), Err(_)) => {}
     }
@@ -209,8 +210,7 @@ pub fn unmerge(
     Ok(())
 }
 
-/// Copies merged pages where nothing is marked: the process shared them through fork when a relative's memory was
-/// merged.
+/// Copies merged pages in unmarked mappings: the process shared them through fork when a relative's memory was merged.
 pub fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeError> {
     let mut copied = Pages(0);
     if !shows_merged() {
@@ -266,7 +266,7 @@ fn unmark_all(
 }
 
 impl Unmerged {
-    /// Compares the marks before with the remaining ones.
+    /// Computes what was unmarked and unmerged, from the states before and after.
     fn record(&mut self, before: &MarkState, after: &MarkState) {
         self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
         for &(start, end) in &before.marked {
@@ -284,8 +284,8 @@ pub struct MarkState {
     merge_any: bool,
     pub marked: Vec<(u64, u64)>,
     pub merged_kib: u64,
-    /// How much unmarking may copy: all marked memory where the kernel doesn't show how much of it is merged (before
-    /// 6.7).
+    /// How much unmarking may copy. Before Linux 6.7 the kernel doesn't show how much is merged, so this is all marked
+    /// memory.
     copies_kib: u64,
 }
 
@@ -294,7 +294,7 @@ impl MarkState {
         Ok(Self::new(&read_marked(process)?, KsmStat::of(process)?))
     }
 
-    /// The state of a process with these marked mappings.
+    /// The state of a process that has these marked mappings.
     pub fn new(details: &[VmaDetail], stat: KsmStat) -> Self {
         let mut marked = Vec::new();
         let mut merged_kib: u64 = 0;
@@ -326,8 +326,8 @@ impl MarkState {
         for &(start, end) in &self.marked {
             calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
         }
-        // This ends the marking of future mappings, but it also unmarks all the rest at once. So we do it only if the
-        // rest is no more than a step.
+        // The prctl ends the marking of future mappings, but also unmarks all the rest at once. So we only make it once
+        // the rest is no more than a step.
         if self.merge_any && self.copies_kib <= STEP_BYTES / 1024 {
             calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         }

@@ -1,12 +1,12 @@
-//! The injector: the process that makes calls in targets, and the protocol to ask it.
+//! The injector, the process that makes calls in targets; and the protocol by which others ask it to.
 //!
-//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own
-//! that does nothing else, ignores every signal that it can ignore, is out of reach of ctrl-C, and ends when the
+//! If a tracer dies while a target has borrowed registers, the target may die, too. So the tracer is a process of its
+//! own that does nothing else, ignores every signal that it can ignore, and is out of reach of ctrl-C. It ends when the
 //! process that started it has ended (end of file), but never while it holds a target.
 //!
-//! The process that uses the injector starts it ([`super::injector`]), or a service manager starts one for each
-//! connection to a socket. A service manager keeps it out of the seccomp filters of a hardened service: under such a
-//! filter no tracer may suspend its targets' filters.
+//! The process that uses the injector either starts it ([`super::injector`]) or connects to a socket, where a service
+//! manager starts one for each connection. That keeps the injector out of the seccomp filters of a hardened service: no
+//! tracer under such a filter may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
@@ -26,11 +26,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const VERSION: u32 = 4;
-/// The longest line that we accept: some 40,000 calls.
+/// The longest line that we accept, bytes: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
-/// Time for a reply that has probably come already.
+/// How long we wait for a reply that has probably come already.
 const GLANCE: Duration = Duration::from_millis(1);
-/// Time for a reply beyond the limits of its request.
+/// How long we wait for a reply beyond the limits of its request.
 const SLACK: Duration = Duration::from_secs(5);
 
 #[derive(PartialEq, Serialize, Deserialize)]
@@ -39,7 +39,7 @@ pub(crate) struct Request {
     id: u64,
     pid: i32,
     start_time_ticks: u64,
-    /// The program to make the calls in. `None`: any, and shares don't apply.
+    /// The program to make the calls in. `None`: whichever the process runs, and shares of our time don't apply.
     program: Option<ProgramId>,
     pub(crate) calls: Vec<Call>,
     pub(crate) limits: Limits,
@@ -50,23 +50,23 @@ pub(crate) struct Reply {
     version: u32,
     id: u64,
     pid: u32,
-    /// CPU time of the injector since it started.
+    /// CPU time of the injector since it started, nanoseconds.
     cpu_ns: u64,
-    /// Why it accepts no requests from this user, if so.
+    /// If the injector accepts no requests from this user: why.
     refusal: Option<String>,
     result: Result<InjectionReport, InjectError>,
 }
 
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// If this process started it.
+    /// `None` if we didn't start the injector.
     child: Option<Child>,
     pid: u32,
     stream: UnixStream,
     /// The part of the next reply that we've read.
     pending: Vec<u8>,
     last_id: u64,
-    /// We wrote a request in part; the injector would misread the next one.
+    /// We've written only part of a request, so the injector would misread the next one.
     broken: bool,
     refusal: Option<String>,
     cpu_ns: u64,
@@ -94,7 +94,8 @@ impl Connection {
         let theirs: OwnedFd = theirs.into();
         command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
         let child = command.spawn();
-        // The command would keep the injector's end open in this process, and we wouldn't notice the injector's death.
+        // Otherwise `command` would keep the injector's end of the socket open in this process, and we wouldn't notice
+        // the injector's death.
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let child = child?;
         Ok(Self::new(child.id(), Some(child), stream))
@@ -108,7 +109,7 @@ impl Connection {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
         let mut connection = Self::new(0, None, stream);
-        // We send an empty batch for ourselves, to see whether the other end accepts requests.
+        // We ask for an empty batch in our own process, to see whether the other end accepts requests.
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
         let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
         match connection.run(&own, None, &[], &Limits::default(), None) {
@@ -120,7 +121,7 @@ impl Connection {
         }
     }
 
-    /// Whether the other end exists and will understand the next request.
+    /// Whether the other end is alive and can understand the next request.
     pub(super) fn is_usable(&self) -> bool {
         let mut byte = 0_u8;
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
@@ -134,7 +135,7 @@ impl Connection {
         is_open && !self.broken
     }
 
-    /// Hangs up, and returns the process if we've started it. It ends as soon as it holds no target.
+    /// Hangs up, and returns the process if we've started it. The injector ends as soon as it holds no target.
     pub(super) fn end(&mut self) -> Option<Child> {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         self.child.take()
@@ -148,7 +149,7 @@ impl Connection {
         self.child.is_some()
     }
 
-    /// CPU time up to the last reply, nanoseconds.
+    /// The injector's CPU time up to its last reply, nanoseconds.
     pub(super) fn cpu_ns(&self) -> u64 {
         self.cpu_ns
     }
@@ -157,17 +158,17 @@ impl Connection {
         std::mem::take(&mut self.cpu_ns)
     }
 
-    /// Whether it has answered the last request.
+    /// Whether the injector has answered the last request.
     pub(super) fn is_free(&mut self) -> bool {
         if self.is_waiting {
-            // Clears the flag if there's a reply.
+            // If there's a reply, this clears the flag.
             let _ = self.reply(Instant::now() + GLANCE);
         }
         !self.is_waiting
     }
 
-    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another
-    /// request.
+    /// Makes a request. With `patience` we wait no longer than that for the reply, and fail at once if an earlier
+    /// request is unanswered.
     pub(super) fn run(
         &mut self,
         process: &Process,
@@ -202,8 +203,8 @@ impl Connection {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
         });
-        // An injector that refuses this user replies and hangs up without reading: the reply counts, not the broken
-        // pipe.
+        // An injector that refuses this user replies and hangs up without reading. Then its reply counts, not our
+        // broken pipe.
         if let Err(InjectError::WorkerSilent) = written {
             return Err(InjectError::WorkerSilent);
         }
@@ -224,7 +225,7 @@ impl Connection {
             if reply.refusal.is_some() {
                 self.refusal = reply.refusal;
             }
-            // 0: the request was malformed.
+            // The injector replies with id 0 if it couldn't parse the request.
             if reply.id == self.last_id || reply.id == 0 {
                 self.is_waiting = false;
                 return Ok(reply.result);
@@ -256,8 +257,8 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // At the end of file the injector ends within a millisecond, or as soon as it has restored the target that it
-        // holds.
+        // The injector sees the end of file, and ends within a millisecond, or as soon as it has restored the target
+        // that it holds.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
@@ -269,7 +270,7 @@ impl Drop for Connection {
     }
 }
 
-/// The time limit of a reply: all limits used up, with two attempts at each batch.
+/// How long a reply may take: all limits used up, with two attempts at each batch.
 pub(crate) fn reply_limit(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
@@ -293,7 +294,7 @@ fn malformed(error: &serde_json::Error) -> InjectError {
 pub fn serve() -> ! {
     shield_process();
     pagefold_procmem::os::fault::init();
-    // We drop capabilities before we read anything, and after everything above that needs more of them.
+    // We drop capabilities before we read any request. Everything above needs more of them.
     if let Err(error) = keep_only(&INJECTING) {
         eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
         std::process::exit(1)
@@ -312,7 +313,7 @@ pub fn serve() -> ! {
             Ok(0) | Err(_) => break,
             Ok(_) => {}
         }
-        // A line without an end is part of a request from a process that died.
+        // A line without an end: the process that sent it died in the middle of a request.
         if line.last() != Some(&b'\n') {
             break;
         }
@@ -340,7 +341,7 @@ fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
     output.flush()
 }
 
-/// Why we refuse requests from the other end of `input`, if so. An input other than a socket comes from our parent.
+/// Why we refuse requests from the other end of `input`, if we do. An input that's no socket comes from our parent.
 fn refusal(input: &impl AsFd) -> Option<String> {
     let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
     let peer = Peer::of(&stream).ok()?;
@@ -393,10 +394,10 @@ fn shield_process() {
     }
     // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C doesn't reach it either.
     unsafe { libc::setsid() };
-    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; but a small process is unlikely
-    // prey.
+    // The OOM killer mustn't choose us in the middle of a call. Without CAP_SYS_RESOURCE this fails, but a process as
+    // small as this is an unlikely victim anyway.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
-    // The tracing threads inherit this, so they need no CAP_SYS_NICE. If it fails, stops are longer where cores are
+    // The tracing threads inherit this, so they need no CAP_SYS_NICE. If it fails, stops take longer where cores are
     // scarce.
     // SAFETY: numbers only.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };

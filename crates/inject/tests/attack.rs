@@ -1,15 +1,15 @@
-//! Targets that try to be harmed or to escape while we inject calls into them.
+//! Targets built so that an injection might harm them or let them escape.
 //!
 //! `PAGEFOLD_ATTACKS` is the number of injections, spread over all kinds (default: 20,000; `make attack`: a million).
 //! `PAGEFOLD_ATTACK_KIND` names one kind, which then gets them all.
 //!
 //! The torture test has victims for everything else: every blocking call and its restart block, `io_uring` waits,
-//! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen
-//! cgroups, vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
+//! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen cgroups,
+//! vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
 //!
 //! The kinds `coroutines`, `alternate-stacks` and `page-faults` act like the runtimes of Go, the JVM, Lua and Boost
 //! (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on alternate stacks,
-//! safepoints by page faults). Programs that others wrote judge in `judges.rs`.
+//! safepoints by page faults). `judges.rs` injects into programs that others wrote.
 
 use pagefold_inject::{Errno, InjectError, Limits, inject};
 use pagefold_procmem::process::Process;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     Anywhere,
-    /// Its child is the target.
+    /// The victim's child is the target.
     Parent,
     /// In a cgroup that may use a tenth of a CPU.
     Throttled,
@@ -35,14 +35,14 @@ use Place::{Anywhere, Freezing, Parent, Throttled};
 
 struct Kind {
     name: &'static str,
-    /// `victim hostile MODE`.
+    /// MODE in the victim's command line, `victim hostile MODE`.
     mode: &'static str,
     place: Place,
-    /// Its share of the injections.
+    /// This kind's share of the injections.
     share: u32,
     /// One injection in this many gives the target no time to stop. The target mustn't notice that either.
     hurried: u64,
-    /// Whether we can inject into it at all.
+    /// False: we refuse to inject into it.
     willing: bool,
 }
 
@@ -65,7 +65,7 @@ const KINDS: [Kind; 22] = [
     kind("shadow-stack", 3),
     kind("userfaultfd", 5),
     kind("users", 5),
-    // Refused after all attempts, which takes long.
+    // We refuse this one only after all attempts, which takes long, so it gets few.
     Kind { willing: false, ..kind("io-uring", 2) },
     kind("page-faults", 10),
     kind("forged-faults", 10),
@@ -122,7 +122,7 @@ fn in_group(place: Place, pid: i32, over: &AtomicBool) -> Result<(), String> {
             }
         }
         Throttled => {
-            // The period is short, so that waiting for it takes up less of the test.
+            // The period is short, so that the test spends little time waiting for it to end.
             let group = Cgroup::create("unified").filter(|group| group.path().join("cpu.max").exists());
             let (group, settings): (_, &[_]) = match group {
                 Some(group) => (group, &[("cpu.max", "1000 10000")]),
@@ -174,7 +174,7 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
                 Ok(report) => {
                     outcome.made += 1;
                     outcome.stops_ns.push(report.longest_stop_ns);
-                    // EINTR, as documented: signals interrupt unmerging again and again.
+                    // Documented: EINTR if signals interrupt unmerging at every attempt.
                     let right = |result: &Result<u64, Errno>| matches!(result, Ok(0) | Err(Errno(libc::EINTR)));
                     if !report.results.iter().all(right) {
                         outcome.harm = Some(format!("the calls answered {:?}", report.results));
@@ -192,7 +192,7 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
             outcome.absent = what;
         }
     });
-    // A target that is stuck never says so.
+    // A stuck target never answers, so we wait on another thread, with a time limit.
     let (said, verdict) = channel();
     let pid = victim.pid();
     victim.send();

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 // ---- blocked in a call --------------------------------------------------------------------------------------------
 
-/// Calls that only a signal ends.
+/// Only a signal ends these calls.
 const WITHOUT_END: [&str; 2] = ["sigsuspend", "pause"];
 
 fn blocked(mode: &str) {
@@ -30,7 +30,7 @@ fn blocked(mode: &str) {
     victim.wait_blocked(nr);
     victim.mark_repeatedly(3);
     victim.wait_blocked(nr);
-    // We send the signal, and inject at once.
+    // We inject right after the signal.
     victim.kill(libc::SIGUSR1);
     victim.mark(MARK).unwrap();
     victim.expect_ok(mode);
@@ -97,7 +97,7 @@ fn a_stopped_process_stays_stopped() {
     victim.wait_state(b'T');
     victim.kill(libc::SIGCONT);
     victim.expect_ok("stopped");
-    // Stopped while it blocks, and continued in the middle of it.
+    // We stop and continue the victim while it blocks in its call.
     let mut victim = Victim::start("idle");
     for round in 0..20 {
         victim.kill(if round % 2 == 0 { libc::SIGSTOP } else { libc::SIGCONT });
@@ -123,7 +123,7 @@ fn a_thread_that_would_notice_a_stop_is_not_stopped() {
     let mut parent = Victim::start("vfork");
     parent.wait_state(b'D');
     assert!(matches!(parent.mark(MARK), Err(InjectError::NoSafeThread { .. })));
-    // Injecting into it all the same gives up within the limit, and detaches.
+    // If we name this thread, the injection gives up within the limit, and detaches.
     let begun = Instant::now();
     let limits = Limits { stop_ns: 50_000_000, ..Limits::default() };
     let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MARK, 1), &limits);
@@ -172,7 +172,7 @@ fn no_signal_is_lost_or_doubled() {
         while !sender.is_finished() {
             match victim.mark(MARK) {
                 Ok(report) => assert_eq!(report.results, [Ok(0)]),
-                // A signal is pending nearly all the time.
+                // A signal is pending nearly all the time, so no attempt may find a good moment.
                 Err(error) => assert!(error.is_passing(), "{error}"),
             }
         }
@@ -209,7 +209,7 @@ fn seccomp_filters_are_suspended_and_restored() {
         victim.mark_repeatedly(2);
         victim.finish(mode);
         if dies {
-            // Its own madvise runs into the filter.
+            // At its end the victim calls madvise itself, and the filter kills it.
             use std::os::unix::process::ExitStatusExt;
             let signal = victim.program.child.0.wait().unwrap().signal();
             assert_eq!(signal, Some(if mode == "strict" { libc::SIGKILL } else { libc::SIGSYS }), "{mode}");
@@ -288,7 +288,7 @@ fn a_frozen_process_is_refused(version: u32) {
     if !can_inject() {
         return;
     }
-    // Declared before the freezer, so dropped after it: nobody can kill a frozen process.
+    // We declare the victim before the freezer, so it's dropped after it: nobody can kill a frozen process.
     let mut victim = Victim::start("idle");
     let Some(freezer) = Freezer::create(version) else {
         return skip_unsupported(format!("no freezer of version {version} is mounted"));
@@ -300,14 +300,14 @@ fn a_frozen_process_is_refused(version: u32) {
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
     let calls = victim.calls(MARK, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
-    // Acts as if the process had been frozen after we checked it: the limits find out.
+    // This acts as if the process had been frozen after we checked that it isn't: the limits find out.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
     assert!(!victim.is_marked() && freezer.is_frozen());
     freezer.freeze(false);
     wait_until("thawed", || !freezer.is_frozen());
-    // Until then the injector stays with the thread, which would find its call interrupted otherwise.
+    // The injector stays attached to the frozen thread, whose call it would interrupt otherwise.
     wait_until("the victim is detached", || !victim.is_traced());
     victim.mark_repeatedly(2);
     // Now we freeze and thaw the process while we inject.
@@ -364,7 +364,8 @@ fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
                     assert!(report.results.iter().all(|&result| result == Ok(0)));
                     ran += 1;
                 }
-                // On a busy machine it takes longer to die than a stop may last. Then the next attempt finds it dead.
+                // On a busy machine a process takes longer to die than a stop may last. Then the next attempt finds it
+                // dead.
                 Err(InjectError::TimedOut { .. }) if begun.elapsed() < Duration::from_secs(20) => {}
                 Err(error) => break error,
             }
@@ -431,7 +432,7 @@ fn a_batch_has_a_result_for_each_call() {
     expected[6] = Err(Errno(libc::ENOMEM));
     expected[9] = Ok(u64::try_from(victim.pid()).unwrap());
     assert_eq!(report.results, expected);
-    // A stop in which the thread turns out to be busy is made in vain, and counts.
+    // A stop counts even if the thread turns out to be busy and no call is made.
     assert!((3..=6).contains(&report.stops), "{}", report.stops);
     assert!(report.total_stop_ns >= report.longest_stop_ns);
     let (set, get) = (libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE);
@@ -484,8 +485,8 @@ fn stops_are_short_beside_a_sibling_that_forks() {
     victim.expect_ok("forks");
 }
 
-/// An exec keeps pid and start time. We have the address of the memory to mark from one program, and it differs in
-/// every other one: a call made in another program fails.
+/// An exec keeps pid and start time, but each program that the victim runs has its memory at another address. So a call
+/// that we make in the wrong program fails.
 #[test]
 fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
     if !can_inject() {
@@ -505,7 +506,7 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             if !ProgramId::of(&victim.process).is_ok_and(|now| now == judged) {
                 continue;
             }
-            // Until we stop it, the process may call exec again.
+            // We give the process a moment in which to call exec again.
             pause_ms(1);
             let calls = [Call::madvise(start, 4096, MARK)];
             let injected = if checks {
@@ -556,8 +557,7 @@ fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
     }
 }
 
-// ---- the injector process
-// -----------------------------------------------------------------------------------------------------
+// ---- the injector process -------------------------------------------------------------------------------------------
 
 #[test]
 fn an_injector_survives_signals_and_ends_with_its_owner() {

@@ -1,11 +1,10 @@
-//! Programs that others wrote to notice when they're stopped, disturbed or answered wrongly: they judge, we inject into
-//! all of their processes meanwhile.
+//! Injects into programs that others wrote to notice when they're stopped, disturbed or answered wrongly. They judge
+//! us.
 //!
 //! `make attack` installs and runs stress-ng's stressors with `--verify`, the tests of Go's runtime and signals, and a
-//! program on the JVM that checks itself while its collectors move everything. Two more are built by hand, as their own
-//! documentation says, and named: `PAGEFOLD_CRIU` is a tree of CRIU with `test/zdtm/lib` built, and `PAGEFOLD_LTP` one of
-//! the Linux Test Project, with the folders in [`LTP_FOLDERS`] built. `make attack` leaves out what isn't
-//! named.
+//! program on the JVM that checks itself while its collectors move everything. Two more judges must be built by hand,
+//! as their documentation says, and named, or `make attack` leaves them out. `PAGEFOLD_CRIU` is a tree of CRIU with
+//! `test/zdtm/lib` built. `PAGEFOLD_LTP` is a tree of the Linux Test Project with the folders in [`LTP_FOLDERS`] built.
 #![cfg(feature = "live")]
 
 use pagefold_engine::random::Random;
@@ -18,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A judge and all processes that it starts.
+/// A judge with all processes that it starts.
 struct Judge {
     group: Cgroup,
     child: Child,
@@ -44,7 +43,7 @@ impl Judge {
         Self { group, child, output, random: Random::new(7), injections: 0, refusals: 0 }
     }
 
-    /// Injects into each of its processes once.
+    /// Injects once into each of the judge's processes.
     fn disturb(&mut self) {
         for pid in self.group.members() {
             let Ok(process) = Process::open(pid) else { continue };
@@ -57,7 +56,7 @@ impl Judge {
         }
     }
 
-    /// A page of anonymous memory that the process may write.
+    /// Chooses a page of anonymous memory that the process may write.
     fn anonymous_page(&mut self, pid: i32) -> Option<u64> {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
         let mut starts = Vec::new();
@@ -68,7 +67,7 @@ impl Judge {
         starts.get(usize::try_from(chosen).unwrap()).copied()
     }
 
-    /// Injects until the judge has ended, checks that it found nothing wrong, and returns what it said.
+    /// Injects until the judge has ended, checks that it found nothing wrong, and returns what it printed.
     #[track_caller]
     fn verdict(mut self, at_least: usize) -> String {
         let begun = Instant::now();
@@ -133,7 +132,7 @@ fn the_tests_of_go_pass() {
     }
 }
 
-/// Threads write lists of numbers that they can check, while others make the collector move them.
+/// Some threads write lists of numbers that they can check; others make the collector move these lists.
 const JUDGE_OF_THE_JVM: &str = r#"
 import java.util.ArrayList;
 import java.util.concurrent.atomic.AtomicLong;
@@ -197,7 +196,7 @@ fn a_program_on_the_jvm_finds_nothing_wrong() {
     }
 }
 
-/// Runs each of these commands alone, and those that pass then again as judges. Returns how many there were.
+/// Runs each of these commands without injecting, and those that pass again as judges. Returns how many those were.
 fn judge_those_that_pass(commands: impl Iterator<Item = String>, dir: &Path) -> usize {
     let mut judges = 0;
     for command in commands {
@@ -213,12 +212,12 @@ fn judge_those_that_pass(commands: impl Iterator<Item = String>, dir: &Path) -> 
     judges
 }
 
-/// Where a tree is that the environment names.
+/// The source tree that this environment variable names.
 fn tree(variable: &str) -> PathBuf {
     std::env::var_os(variable).unwrap_or_else(|| panic!("{variable} names no folder")).into()
 }
 
-/// Each prepares something, waits for SIGTERM, and then checks that all of it is as it was.
+/// Each of these tests prepares something, waits for SIGTERM, and then checks that nothing has changed.
 const ZDTM: [&str; 51] = [
     "env00",
     "sigpending",
@@ -309,8 +308,8 @@ const LTP_FOLDERS: [&str; 18] = [
     "mprotect",
 ];
 
-/// They count who is woken at a futex whose value stays the same. A stopped thread isn't at its futex: it compares the
-/// value when it returns there, so it misses such a wake, as it would beside SIGSTOP or a freezer.
+/// We leave out tests that count who is woken at a futex whose value stays the same. A stopped thread has left its
+/// futex and compares the value when it comes back, so it misses such a wake. With SIGSTOP or a freezer it would, too.
 const LTP_EXCEPT: [&str; 6] =
     ["futex_wake", "futex_cmp", "futex_wait02", "futex_wait03", "futex_wait07", "futex_waitv"];
 

@@ -1,4 +1,4 @@
-//! Targets that try to stall their readers: reads of their pages that never return.
+//! Targets that try to stall us by making reads of their pages never return.
 
 use pagefold_inject::{InjectError, InjectionReport, Limits, inject};
 use pagefold_testkit::injection::*;
@@ -6,12 +6,12 @@ use pagefold_testkit::{skip, status_field, wait_until};
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// A victim that stalls. `None`, with the reason reported, where it can't.
+/// Starts a victim that stalls. `None` where it can't; then we report why.
 fn stalling(kind: &str) -> Option<Victim> {
     Victim::try_start(&["stalling", kind]).map_err(skip).ok()
 }
 
-/// The threads of attempts in this process.
+/// How many threads of this process are attempts.
 fn attempts() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks
@@ -19,7 +19,8 @@ fn attempts() -> usize {
         .count()
 }
 
-/// Executable memory of a file whose server never answers: we don't read pages that aren't mapped.
+/// The victim has executable memory of a file whose server never answers. We don't read its pages, as they aren't
+/// mapped.
 #[test]
 fn code_that_cannot_be_read_delays_no_call() {
     if !can_inject() {
@@ -32,14 +33,14 @@ fn code_that_cannot_be_read_delays_no_call() {
         let report = inject(&victim.process, &victim.calls(advice, 1), &Limits::default());
         assert_eq!(report.map(|report| report.results), Ok(vec![Ok(0)]));
     }
-    // Given up, each takes half a second.
+    // An attempt that we give up takes half a second.
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     wait_until("no attempt is left", || attempts() == 0);
     victim.send();
     victim.expect_ok("code");
 }
 
-/// Attaching waits for an exec that has begun: we give up the attempt, its thread ends, and we don't soon try again.
+/// Attaching blocks while the target is in exec. We give up the attempt, its thread ends, and we don't soon try again.
 #[test]
 fn an_exec_that_does_not_end_keeps_no_thread() {
     if !can_inject() {
@@ -58,7 +59,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     let began = Instant::now();
     assert_eq!(attempt(), given_up);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
-    // Others don't suffer.
+    // Injecting into another process still works.
     let mut plain = Victim::start("idle");
     inject(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();
@@ -66,8 +67,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     victim.expect_ok("exec");
 }
 
-/// The victim has as many mappings as the kernel allows, with long names. We read lists of them in a buffer of fixed
-/// size.
+/// The victim has as many mappings as the kernel allows, with long names. We list them in a buffer of fixed size.
 #[test]
 fn very_many_mappings_take_the_injector_little_memory() {
     if !can_inject() {
@@ -82,7 +82,7 @@ fn very_many_mappings_take_the_injector_little_memory() {
     let before = peak(&injector);
     for number in 0..6 {
         let advice = if number % 2 == 0 { MARK } else { UNMARK };
-        // The kernel prints 130 MB of names, which takes a second of CPU time, once.
+        // Once, the kernel prints 130 MB of names for us, which takes a second of CPU time.
         wait_until("the call is made", || {
             let report = injector.run(&victim.process, &victim.calls(advice, 1), &Limits::default());
             report.is_ok_and(|report| report.results == [Ok(0)])

@@ -1,7 +1,7 @@
-//! Torture of the injector: victims in every state that matters, signals, stops, freezers and deaths that disturb them,
-//! and several injector processes that inject all the time, in random order. No victim may notice anything.
+//! Tortures the injector. Several injector processes inject all the time, in random order, into victims in every state
+//! that matters, while signals, stops, freezers and deaths disturb these. No victim may notice anything.
 //!
-//! The victims (`victim torture` of pagefold-testkit) check themselves; the test checks everything that can be seen
+//! The victims (`victim torture` of pagefold-testkit) check themselves. The test checks everything that can be seen
 //! from outside, and that no signal was lost. `PAGEFOLD_TORTURE` is the number of injections (default: 5000),
 //! `PAGEFOLD_TORTURE_SEED` repeats the choices of a run (not its timing), `PAGEFOLD_TORTURE_REPORT` names a file for
 //! the results as JSON.
@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use victims::Victims;
 
-/// Threads with an injector process each, as the daemon has one.
+/// The number of threads with an injector process each, as the daemon has one.
 const INJECTORS: u64 = 4;
 
 /// The state that all threads share.
@@ -45,7 +45,8 @@ impl Run {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Whether there have been enough injections, or too many requests that failed. The verdict checks the number.
+    /// Whether there have been enough injections, or so many failed requests that we give up. The verdict checks the
+    /// number.
     fn is_enough(&self) -> bool {
         self.made.load(Ordering::Relaxed) >= self.wanted
             || self.requests.load(Ordering::Relaxed) >= self.wanted * 3 + 1000
@@ -56,8 +57,8 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// Reports the progress of a long run, and ends the test if a target is never released: an injection waits for that
-/// without a limit, by design.
+/// Reports the progress of a long run. Ends the test if an injection gets stuck because its target is never released:
+/// by design it has no time limit.
 fn watch_progress(run: &Run) {
     const STALL_LIMIT: Duration = Duration::from_secs(150);
     let (begun, mut reported) = (Instant::now(), 0);
@@ -74,7 +75,7 @@ fn watch_progress(run: &Run) {
         }
         if last.1.elapsed() > STALL_LIMIT {
             println!("no request has ended for {STALL_LIMIT:?}; failures so far: {:#?}", run.results.failures());
-            // Nobody can even kill a frozen process.
+            // We thaw the victims, since nobody can kill a frozen process.
             run.over.store(true, Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(200));
             run.victims.freezers.iter().for_each(|(freezer, _)| freezer.freeze(false));
@@ -114,7 +115,7 @@ fn no_victim_notices_anything() {
         disturbance::start(scope, run, &mut seeds);
         scope.spawn(move || watch_progress(run));
         let ended: Vec<_> = injecting.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-        // Before anything panics, or the disturbances would never end.
+        // If we panicked before setting this, the disturbances would never end.
         run.over.store(true, Ordering::Relaxed);
         for thread in ended {
             thread.expect("an injecting thread");

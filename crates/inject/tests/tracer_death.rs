@@ -1,7 +1,7 @@
-//! We kill the tracer at every step of an injection, and at random moments: its target mustn't notice.
+//! Kills the tracer at every step of an injection, and at random moments. The target mustn't notice.
 //!
-//! The targets (`victim registers KIND` of pagefold-testkit) check for themselves. `PAGEFOLD_TORTURE=N` makes N kills
-//! at random moments instead of a few hundred.
+//! The targets (`victim registers KIND` of pagefold-testkit) check themselves. `PAGEFOLD_TORTURE=N` makes N kills at
+//! random moments instead of a few hundred.
 
 use pagefold_engine::random::Random;
 use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
@@ -50,7 +50,7 @@ fn worker(fault: &str) -> Injector {
     Injector::spawn(Command::new(victim_binary("victim")).arg("worker").env(fault::VARIABLE, fault)).unwrap()
 }
 
-/// A victim whose probing thread blocks or computes in rounds.
+/// A victim with a probing thread that blocks or computes in rounds.
 struct Victim {
     kind: String,
     victim: injection::Victim,
@@ -84,7 +84,7 @@ impl Victim {
         }
     }
 
-    /// Whether a thread is blocked in a call: one other than the thread that waits for the end of the round.
+    /// Whether the probing thread is blocked in a call. (The thread that waits for the end of the round always is.)
     fn is_blocked(&self) -> bool {
         let others = [libc::SYS_recvfrom, libc::SYS_write].map(|nr| format!("{nr} "));
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
@@ -94,7 +94,7 @@ impl Victim {
         })
     }
 
-    /// Ends the round. The stack below its red zone must be as it was.
+    /// Ends the round and checks that the victim noticed nothing, and that its stack below the red zone is as it was.
     fn end(&mut self, what: &str) {
         self.send();
         let stack = self.line();
@@ -102,7 +102,7 @@ impl Victim {
         assert_eq!(self.line(), "ok", "{}, {what}", self.kind);
     }
 
-    /// Counts the return frames in its private memory that end a page: dead tracers have left them.
+    /// Counts the return frames that dead tracers have left at the end of a page in the victim's private memory.
     fn frames(&self) -> usize {
         const MAGIC2: [u8; 4] = 0x4650_5845_u32.to_le_bytes();
         let memory = self.process.open_file("mem").unwrap();
@@ -124,14 +124,14 @@ impl Victim {
     }
 }
 
-/// Runs the calls; `None`: the worker died.
+/// Runs the calls. `None`: the injector died.
 fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<InjectionReport> {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         match injector.run(&victim.process, calls, &Limits::default()) {
             Ok(report) => return Some(report),
             Err(InjectError::WorkerGone) => return None,
-            // Between two rounds the victim may be in a bad moment.
+            // Between two rounds the victim may be at a moment when we can't stop it.
             Err(error) if error.is_passing() && Instant::now() < deadline => {}
             Err(error) => panic!("{}: {error}", victim.kind),
         }
@@ -175,7 +175,7 @@ fn die_at_every_step(kinds: &[&str]) {
                 if passage > 1 && !often {
                     continue;
                 }
-                // From the interrupt until we've repaired their registers, these calls return EINTR.
+                // These calls return EINTR until we've repaired their registers, which we do right after this point.
                 if point == "stopped" && matches!(kind, "epoll" | "sigtimedwait") {
                     continue;
                 }
@@ -187,7 +187,7 @@ fn die_at_every_step(kinds: &[&str]) {
                 assert_eq!(victim.status("TracerPid"), "0");
             }
         }
-        // We also die twice in the same call, which restarts the first time.
+        // We also die twice in the same call: after the first death it restarts.
         victim.begin();
         for point in ["exit", "called"] {
             assert_eq!(run(&mut worker(&format!("{point}=kill")), &victim, &victim.calls(MARK, 1)), None);
@@ -199,8 +199,8 @@ fn die_at_every_step(kinds: &[&str]) {
 }
 
 /// Linux 6.15 to 7.0 (6.16 here) look for a frame's second magic number at the full size of the state, which ends
-/// behind MPX here. If the number isn't there, they lose the vector registers. QEMU reports all features as in use, so
-/// this doesn't show that a frame is complete if they aren't: the unit tests of `return_frame` do.
+/// behind MPX on this guest. If the number isn't there, they lose the vector registers. QEMU reports all features as in
+/// use, so this test can't show that a frame is complete if they aren't. The unit tests of `return_frame` do.
 #[test]
 fn kernels_that_check_the_full_size_of_the_state_restore_it() {
     let Some(tools) = Tools::find("sigreturn") else { return };
@@ -228,7 +228,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         return;
     }
     let kills: u32 = std::env::var("PAGEFOLD_TORTURE").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
-    // We leave out kinds whose calls return EINTR after any interrupt, until we've repaired that.
+    // We leave out kinds whose calls return EINTR after any interrupt until we've repaired their registers.
     let kinds = ["futex", "poll", "read", "busy", "large", "thread"];
     let mut victims = kinds.map(Victim::start);
     let mut frames = kinds.map(|_| 0);
@@ -240,8 +240,8 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         let calls = victim.calls(advice, 30);
         let mut injector = worker("");
         let pid = i32::try_from(injector.pid()).unwrap();
-        // An empty batch connects and warms the injector. Then it takes some 300 us until the calls begin, and the
-        // calls take some 300 us more.
+        // We send an empty batch to connect to the injector and warm it up. After that it takes some 300 us until the
+        // calls begin, and the calls take some 300 us more.
         run(&mut injector, victim, &[]).unwrap();
         victim.begin();
         // The injector first observes a computing thread for 2 ms.
@@ -257,9 +257,9 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         let answer = run(&mut injector, victim, &calls);
         killer.join().unwrap();
         early += u32::from(answer.is_none());
-        // We only write to its stack while we need the return frame.
+        // The stack must be clean: we only write there while we need the return frame.
         victim.end(&format!("kill {turn} after {delay:?}, {}", victim.kind));
-        // A frame is only there while we need it.
+        // A frame that is still there shows that the tracer died while it needed it.
         let left = victim.frames();
         midway += u32::from(left > frames[turn as usize % kinds.len()]);
         frames[turn as usize % kinds.len()] = left;

@@ -40,7 +40,7 @@ fn signals(run: &Run, mut random: Random) {
             _ if member.disturbed_by == Signals::Ignored => member.kill(*random.pick(&IGNORED)),
             _ => member.send(*random.pick(&[PLAIN, RESTARTING, ON_STACK])),
         }
-        // We send input to the victim that may only read.
+        // The victim in strict mode waits by reading, so we give it something to read.
         if random.below(64) == 0 {
             for member in run.victims.members.iter().filter(|member| member.name == "strict") {
                 if let Some(victim) = member.victim.lock().unwrap().as_mut() {

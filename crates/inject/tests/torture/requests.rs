@@ -24,8 +24,8 @@ struct Batch {
     signals: u64,
 }
 
-/// Mostly a mark or its removal; sometimes more calls than fit into one stop, or signals that the target sends itself
-/// during the stop.
+/// Chooses a batch: mostly a mark or its removal, sometimes more calls than fit into one stop, or signals that the
+/// target sends itself during the stop.
 fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     let own = u64::from(target.inner_pid.unsigned_abs());
     let mark = |random: &mut Random| {
@@ -52,14 +52,14 @@ fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     Batch { calls, answers, signals }
 }
 
-/// Makes one request and records its result. False if the injector has ended.
+/// Makes one request and records its result. Returns false if the injector has ended.
 fn request(
     run: &Run,
     member: &Member,
     random: &mut Random,
     make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<InjectionReport, InjectError>,
 ) -> bool {
-    // This may be a moment between two short-lived victims.
+    // There's no target between two short-lived victims.
     let Some(target) = member.target() else {
         std::thread::yield_now();
         return true;
@@ -75,7 +75,7 @@ fn request(
             let right = report.results.len() == answers.len()
                 && report.results.iter().zip(&answers).all(|(result, answer)| match result {
                     Ok(value) => value == answer,
-                    // Documented: stops and signals interrupt unmerging again and again.
+                    // Documented: EINTR if stops and signals interrupt unmerging at every attempt.
                     Err(Errno(libc::EINTR)) => true,
                     Err(Errno(libc::ENOMEM | libc::EINVAL)) => changing,
                     Err(_) => false,
@@ -111,8 +111,7 @@ pub fn by_injector(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // This is faster than going through an injector process. We limit it so that injector processes get enough
-    // requests, too.
+    // Injecting directly is faster than asking an injector process. We limit it so that those get enough requests, too.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;
@@ -120,7 +119,7 @@ pub fn directly(run: &Run, mut random: Random) {
         let member = &run.victims.members[*random.pick(&run.victims.direct)];
         request(run, member, &mut random, |target, calls, limits, random| {
             let pid = target.process.pid();
-            // Any thread but the main thread: it writes, the others sleep.
+            // We choose a thread other than the main one, because the main one writes and the others sleep.
             if member.name.starts_with("many") {
                 let tids: Vec<i32> = tids(pid).into_iter().filter(|&tid| tid != pid).collect();
                 return inject_thread(&target.process, *random.pick(&tids), calls, limits);

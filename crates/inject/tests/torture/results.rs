@@ -33,7 +33,7 @@ pub struct Results {
     failures: Mutex<Vec<String>>,
 }
 
-/// We keep this many failures, and drop further ones.
+/// How many failures we keep. We drop further ones.
 const FAILURES_KEPT: usize = 20;
 
 fn name_of(error: &InjectError) -> &'static str {
@@ -70,7 +70,7 @@ impl Results {
         locked(&self.lines).get(name).cloned().unwrap_or_default()
     }
 
-    /// The number of requests that have ended.
+    /// How many requests have ended.
     pub fn recorded(&self) -> u64 {
         let lines = locked(&self.lines);
         lines.values().map(|line| line.made + line.failed()).sum()

@@ -11,8 +11,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Time limit for a handler to return or a thread to thaw, on busy processors. Once one condition hasn't come true in
-/// time, the others get less.
+/// How long a handler may take to return, or a thread to thaw, on busy processors. After the first condition that
+/// doesn't come true in time, the others get less.
 const LIMIT: Duration = Duration::from_secs(30);
 const LIMIT_AFTER_FAILURE: Duration = Duration::from_secs(1);
 
@@ -31,7 +31,7 @@ fn comes_true(mut condition: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// Everything that is wrong.
+/// Checks all victims, and returns everything that is wrong.
 pub fn failures(run: &Run) -> Vec<String> {
     let mut failures = run.results.failures();
     let mut fail = |what: String| failures.push(what);
@@ -58,7 +58,8 @@ pub fn failures(run: &Run) -> Vec<String> {
                         let line = run.results.line(&member.name);
                         let (made, refused) = (line.made, line.count("no-safe-thread"));
                         println!("{}: {} writes cut short by {made} injections", member.name, reported.short);
-                        // We don't see a thread that copies in a write; repeated checks find most of them.
+                        // A thread that is copying in a write looks like one that computes. Repeated checks find most
+                        // of these.
                         if reported.short > 8 + refused {
                             fail(format!("{}: {} writes cut short, {refused} refused", member.name, reported.short));
                         }
@@ -68,8 +69,8 @@ pub fn failures(run: &Run) -> Vec<String> {
             }
         }
     }
-    // A signal sent during a stop is pending until the thread has its own registers again, and must then interrupt its
-    // call. We rarely stop a thread just before the call.
+    // A signal sent during a stop stays pending until the thread has its own registers again, and must then interrupt
+    // its call. We rarely stop a thread just before that call.
     println!(
         "signals sent during a stop: {} interrupted the call, {} arrived before it, {} elsewhere",
         own[0], own[1], own[2]
@@ -90,7 +91,7 @@ fn check_from_outside(member: &Member, pid: i32) -> Result<(), String> {
         return Err("it has ended".into());
     }
     let free = |dir: &String| {
-        // A thread that has ended meanwhile has neither field.
+        // A thread that has just ended has neither field.
         let is_untraced = status_field(dir, "TracerPid").is_none_or(|by| by == "0");
         is_untraced && status_field(dir, "State").is_none_or(|state| !state.starts_with(['t', 'T']))
     };
@@ -106,16 +107,16 @@ fn check_from_outside(member: &Member, pid: i32) -> Result<(), String> {
 
 /// The counts that a victim reports at its end.
 struct Counts {
-    /// Signals sent during a stop that interrupted the call, arrived before it, arrived elsewhere.
+    /// Of the signals sent during a stop: how many interrupted the call, arrived before it, or arrived elsewhere.
     own: [u64; 3],
-    /// Large writes cut short.
+    /// How many large writes were cut short.
     short: u64,
 }
 
 /// Ends the victim, and compares its counts with the signals that were sent.
 fn verdict(member: &Member, victim: &mut Victim) -> Result<Counts, String> {
     victim.send_byte(b'q');
-    // The calls of these two victims wait for nothing but a signal, and one may have begun before the byte was sent.
+    // These two victims wait for nothing but a signal, and a wait may have begun before we sent the byte.
     let waits = ["pause", "sigsuspend"].iter().any(|name| member.name.starts_with(name));
     if !comes_true(|| {
         if waits {
@@ -137,7 +138,7 @@ fn verdict(member: &Member, victim: &mut Victim) -> Result<Counts, String> {
     let runs = number(count("runs=")?)?;
     let sent = member.sent.load(Relaxed) + member.sent_inside.load(Relaxed);
     let most = sent + member.perhaps_sent.load(Relaxed);
-    // Signals that end its wait may have been sent after its last check.
+    // The victim checks its counts before the last signals arrive that end its wait.
     let least = if waits { 0 } else { sent };
     if !(least..=most).contains(&runs) {
         return Err(format!("its handlers ran {runs} times for {sent} to {most} signals"));
@@ -167,9 +168,9 @@ fn counts(run: &Run, fail: &mut impl FnMut(String)) {
     for (name, class) in classes {
         let line = run.results.line(name);
         let enough = match class {
-            // Only one tracer can attach at a time: a refusal because of another injector doesn't count.
+            // Only one tracer can attach at a time, so refusals because of another injector don't count.
             Class::Willing => line.made > 0 && line.made >= 2 * (line.failed() - line.count("traced")),
-            // Writers are stopped while they run, perhaps in the middle of a write, but never while a write blocks.
+            // We may stop a writer while it runs, perhaps in the middle of a write, but never while a write blocks.
             Class::Reluctant if name.ends_with("-write") => line.count("no-safe-thread") > 0,
             Class::Reluctant | Class::Execs | Class::ShortLived => line.made > 0,
             Class::Compat => line.made == 0 && line.count("compat") > 0,

@@ -1,4 +1,4 @@
-//! The victims, and what may happen to each of them.
+//! The victims, and which results each of them permits.
 
 use pagefold_inject::InjectError;
 use pagefold_procmem::process::Process;
@@ -8,26 +8,26 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The results that a request to a victim may have.
+/// Which results a request to a victim may have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
     /// Nearly every injection is made.
     #[default]
     Willing,
-    /// At times we must not stop the victim, or can't.
+    /// Sometimes we can't or mustn't stop the victim.
     Reluctant,
     /// Its memory changes with each exec.
     Execs,
     /// It may end at any moment.
     ShortLived,
-    /// 32-bit code.
+    /// It's a 32-bit program, which we always refuse.
     Compat,
 }
 
 impl Class {
     pub fn permits(self, error: &InjectError) -> bool {
         match self {
-            // Nothing kills the injector.
+            // Nothing in this test kills the injector.
             _ if matches!(error, InjectError::WorkerGone) => false,
             Self::Willing | Self::Reluctant | Self::Execs => error.is_passing(),
             Self::ShortLived => {
@@ -64,37 +64,37 @@ impl Target {
     }
 }
 
-/// The signals that we send to a victim, and their right count.
+/// Which signals we send to a victim, and how many it must count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Signals {
-    /// Ignored ones only.
+    /// Only signals that it ignores.
     #[default]
     Ignored,
-    /// Handled ones: each must run its handler once.
+    /// Signals that it handles: each must run its handler once.
     Counted,
     /// Like `Counted`, and each signal without SA_RESTART must interrupt the call that the victim blocks in.
     Interrupting,
 }
 
-/// A victim, or short-lived victims one after the other.
+/// A victim, or a series of short-lived victims.
 #[derive(Default)]
 pub struct Member {
     pub name: String,
     pub class: Class,
     pub disturbed_by: Signals,
-    /// `/proc` shows the same signals whenever no handler runs.
+    /// Whether `/proc` shows the same signals whenever no handler runs.
     pub steady: bool,
-    /// Threads of this process inject into the victim, so the process must not wait for it.
+    /// Whether threads of this process inject into the victim. Then this process must not wait for it.
     pub direct: bool,
     pub target: Mutex<Option<Arc<Target>>>,
     pub victim: Mutex<Option<Victim>>,
-    /// The signals that `/proc` showed at first.
+    /// The signals that `/proc` showed at the start.
     pub signals_before: Option<[String; 4]>,
-    /// Signals sent from outside.
+    /// How many signals we've sent from outside.
     pub sent: AtomicU64,
-    /// Signals sent by an injected call.
+    /// How many signals injected calls have sent.
     pub sent_inside: AtomicU64,
-    /// Signals that an injected call may have sent: we don't know its result.
+    /// How many signals injected calls may have sent: we don't know their results.
     pub perhaps_sent: AtomicU64,
 }
 
@@ -107,7 +107,7 @@ impl Member {
         self.target.lock().unwrap().clone()
     }
 
-    /// Sends a signal from outside, queued, so that none may be lost.
+    /// Sends a signal from outside. We queue it, so that none is lost.
     pub fn send(&self, signal: i32) {
         let Some(target) = self.target() else { return };
         let value = libc::sigval { sival_ptr: std::ptr::null_mut() };
@@ -129,7 +129,7 @@ impl Member {
 #[derive(Default)]
 pub struct Victims {
     pub members: Vec<Member>,
-    /// Indices into `members`, each as often as its weight.
+    /// Indices into `members`, each repeated by its weight.
     pub weighted: Vec<usize>,
     pub direct: Vec<usize>,
     pub freezers: Vec<(Freezer, Vec<usize>)>,
@@ -159,7 +159,7 @@ impl Victims {
     pub fn start() -> Self {
         let mut victims = Self::default();
         for words in BLOCKING.iter().chain(&WITH_TRAITS) {
-            // sigtimedwait unblocks signals while it waits.
+            // sigtimedwait itself unblocks signals while it waits.
             let steady = !masks(words) && *words != "sigtimedwait";
             victims.start_one(words, Class::Willing, Signals::Interrupting, |member| member.steady = steady);
         }
@@ -174,7 +174,7 @@ impl Victims {
             victims.start_one(words, Class::Reluctant, Signals::Ignored, |_| {});
         }
         victims.start_one("execs", Class::Execs, Signals::Ignored, |_| {});
-        // We leave out calls that a stop or a freezer interrupts by itself (signal(7)).
+        // We leave out calls that end with EINTR after any stop or freezer (signal(7)).
         for words in ["nanosleep", "poll", "futex", "read-pipe", "busy"] {
             let member = victims.start_one(words, Class::Willing, Signals::Counted, |member| member.name += " stopped");
             victims.stopped.extend(member);
@@ -275,13 +275,14 @@ impl Drop for Victims {
     }
 }
 
-/// Whether a victim unblocks signals only during its call: they can arrive at no other moment, and `/proc` shows one
-/// mask or the other.
+/// Whether a victim unblocks signals only during its call. Then they can't arrive at any other moment, and `/proc`
+/// shows one mask or the other.
 pub fn masks(name: &str) -> bool {
     name.contains("-mask") || name.starts_with("sigsuspend")
 }
 
-/// A process's signals in `/proc`: the main thread's mask, and which signals have handlers.
+/// What `/proc` says about a process's signals: the main thread's mask, which ones are ignored or have handlers, and
+/// its seccomp mode.
 pub fn signals(pid: i32) -> Option<[String; 4]> {
     let field = |name| status_field(&format!("/proc/{pid}"), name);
     Some([field("SigBlk")?, field("SigIgn")?, field("SigCgt")?, field("Seccomp")?])
