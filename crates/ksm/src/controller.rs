@@ -1,6 +1,4 @@
-//! Makes ksmd scan, pace or rest as the daemon orders, on a thread that may block.
-//!
-//! [`super::scan`] describes how ksmd reacts to its knobs.
+//! Makes ksmd scan, pace or rest as the daemon orders, on a thread of its own, because KSM's files may block.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -20,12 +18,12 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tracing::debug;
 
-/// How far the orders have got.
+/// What has become of our orders.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KsmdStatus {
     /// The last order that the thread has begun.
     pub in_force: ScanOrder,
-    /// An order is waiting or under way.
+    /// Whether an order is waiting or under way.
     pub under_way: bool,
     pub scans: u64,
     pub lost_kicks: u64,
@@ -33,11 +31,11 @@ pub struct KsmdStatus {
     pub empty: u64,
     /// Duration of the last ordered scan, nanoseconds.
     pub last_scan_ns: u64,
-    /// Why the thread has stopped: another program changed a knob, or the kernel refused to change one.
+    /// Why the thread no longer sets knobs: another program changed one, or the kernel refused a value.
     pub stood_down: Option<String>,
 }
 
-/// Carries out orders to ksmd. The orders end when this is dropped; the [`KsmLease`] restores the knobs.
+/// Carries out orders to ksmd. Dropping this ends the thread; the knobs stay until the [`KsmLease`] restores them.
 #[derive(Debug)]
 pub struct KsmdController {
     shared: Arc<Shared>,
@@ -59,11 +57,11 @@ struct Orders {
 }
 
 impl KsmdController {
-    /// Starts the thread. `ksmd` is `None` where we can't see it; then we notice lost kicks later.
+    /// Starts the thread. `ksmd` is `None` where we can't see it. Then it takes us longer to notice a lost kick.
     pub fn start(lease: &KsmLease, ksmd: Option<Ksmd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let writer = lease.writer().clone();
-        // We only know that ksmd is at the beginning of a scan if it hasn't scanned since boot.
+        // Only if ksmd hasn't scanned since boot do we know that it's at the beginning of a scan.
         let at_start = writer.ksm.pages_scanned().is_ok_and(|pages| pages == 0);
         let smart_scan = writer.expected(Knob::SmartScan);
         let worker = Worker { writer, ksmd, shared: shared.clone(), smart_scan, at_start, pacing: false };
@@ -71,7 +69,8 @@ impl KsmdController {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Gives an order without waiting. It replaces an order that hasn't been begun; a scan under way runs to its end.
+    /// Gives an order without waiting. The order replaces one that the thread hasn't begun; a scan under way runs to
+    /// its end.
     pub fn order(&self, order: ScanOrder) {
         if order == ScanOrder::Keep {
             return;
@@ -84,12 +83,12 @@ impl KsmdController {
         }
     }
 
-    /// Whether the last order is done: the kicked scan has ended, or pace or rest are in force.
+    /// Whether the last order is done: the kicked scan has ended, or the new pace or rest is in force.
     pub fn idle(&self) -> bool {
         !self.shared.orders().status.under_way
     }
 
-    /// Waits until idle, at most `limit`. True if idle.
+    /// Waits at most `limit` until [`Self::idle`], and returns it.
     pub fn wait_idle(&self, limit: Duration) -> bool {
         let orders = self.shared.orders();
         let (orders, _) = self
@@ -109,7 +108,7 @@ impl Drop for KsmdController {
     fn drop(&mut self) {
         self.shared.orders().quit = true;
         self.shared.changed.notify_all();
-        // We don't join a thread that the kernel blocks: it ends on its own after that write.
+        // We don't join a thread that the kernel blocks in a write: it ends by itself after that write.
         let Some(thread) = self.thread.take() else { return };
         let end = Instant::now() + LOST_KICK;
         while !thread.is_finished() {
@@ -132,12 +131,12 @@ pub enum ScanError {
     Thread(io::Error),
 }
 
-/// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, and ends the lease. Each scan
+/// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, then ends the lease. Each scan
 /// and the restoring may take `limit`.
 pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutcome, ScanError> {
     if lease.ksm().anything_merged()? {
         let controller = KsmdController::start(&lease, Ksmd::find()?).map_err(ScanError::Thread)?;
-        // The first scan may only finish one that has begun before.
+        // The first scan may only finish one that was begun earlier.
         for _ in 0..2 {
             controller.order(ScanOrder::KICK);
             controller.wait_idle(limit);
@@ -176,9 +175,9 @@ struct Worker {
     writer: Arc<KnobWriter>,
     ksmd: Option<Ksmd>,
     shared: Arc<Shared>,
-    /// The original value, where the kernel has the knob (Linux 6.7).
+    /// The original value of `smart_scan`. `None` if the kernel lacks the knob (before Linux 6.7).
     smart_scan: Option<u64>,
-    /// The next batch begins a scan, rather than resuming one.
+    /// Whether the next batch begins a scan, rather than resuming one.
     at_start: bool,
     pacing: bool,
 }
@@ -239,7 +238,7 @@ impl Worker {
     }
 
     fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32, thorough: bool) -> Result<(), Stop> {
-        // The kernel takes a sleep of 2^31 ms or more as endless.
+        // To the kernel, a sleep of 2^31 ms or more has no end.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
         fault::point("order:pace");
         self.set_smart_scan(thorough)?;
@@ -250,7 +249,7 @@ impl Worker {
         Ok(self.writer.set(Knob::Run, 1)?)
     }
 
-    /// Off for a scan that must skip no page, otherwise the original value.
+    /// Switches `smart_scan` off for a scan that must skip no page, and back to its original value otherwise.
     fn set_smart_scan(&self, thorough: bool) -> Result<(), Stop> {
         let Some(original) = self.smart_scan else { return Ok(()) };
         let value = if thorough { 0 } else { original };
@@ -266,7 +265,8 @@ impl Worker {
         }
         if !self.at_start && self.scan()? {
             let orders = self.shared.orders();
-            // Only an order other than a kick spares us the scan from the beginning.
+            // That scan only finished an earlier one. Unless there's a new order other than a kick, we scan again, from
+            // the beginning.
             if orders.quit || orders.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
                 drop(orders);
                 self.at_start = true;
@@ -277,12 +277,12 @@ impl Worker {
         if !self.scan()? {
             self.shared.orders().status.empty += 1;
         }
-        // If all registered processes end and a new one registers, ksmd begins a batch by itself. Resting makes that
-        // batch empty.
+        // If all registered processes end and a new one registers, ksmd begins a batch by itself. Resting now makes
+        // that batch empty.
         self.rest()
     }
 
-    /// Makes ksmd scan once. False if nothing is registered.
+    /// Makes ksmd scan once. Returns false if nothing is registered.
     fn scan(&mut self) -> Result<bool, Stop> {
         let scan = scan::scan_once(self, self.ksmd.as_ref())?;
         let mut orders = self.shared.orders();
@@ -310,7 +310,7 @@ impl ScanKnobs for Worker {
         Ok(self.writer.set(knob, value)?)
     }
 
-    /// Sleeps, unless the controller is dropped or the lease ends.
+    /// Sleeps. Fails if the controller is dropped or the lease ends.
     fn pause(&self, time: Duration) -> Result<(), Stop> {
         let orders = self.shared.orders();
         let (orders, _) = self

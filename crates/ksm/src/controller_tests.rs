@@ -1,4 +1,4 @@
-//! The controller and a thread that reacts to kicks as ksmd does, on a copy of KSM's directory.
+//! Tests the controller with a thread that reacts to kicks as ksmd does, on a copy of KSM's directory.
 
 use super::*;
 use crate::lease::{InitialKnobs, KsmPaths};
@@ -10,13 +10,13 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tempfile::TempDir;
 
-/// The faults that the simulated ksmd should have, and the scans that it has made.
+/// What the simulated ksmd should do, and how many scans it has made.
 #[derive(Default)]
 struct Behaviour {
     quit: AtomicBool,
-    /// Kicks to lose.
+    /// How many kicks it should lose.
     lost: AtomicU32,
-    /// Length of a scan.
+    /// How long a scan should take.
     scan_ms: AtomicU32,
     scans: AtomicU32,
 }
@@ -78,9 +78,10 @@ fn write_state(path: &PathBuf, state: char) {
     file.write_all_at(text.as_bytes(), 0).unwrap();
 }
 
-/// Sleeps until `sleep_millisecs` changes with `run` 1 (or `run` becomes 1); a scan if `pages_to_scan` is endless.
+/// Simulates ksmd: waits until `sleep_millisecs` changes while `run` is 1, or `run` becomes 1. If `pages_to_scan` is
+/// endless, it then makes a scan.
 fn simulate(dir: &std::path::Path, behaviour: &Behaviour) {
-    // A file just truncated by its writer reads as empty.
+    // We read a file again if its writer has just truncated it.
     let knob = |name: &str| -> u64 {
         loop {
             if let Ok(value) = fixture::get(&dir.join("ksm"), name).parse() {

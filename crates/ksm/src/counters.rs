@@ -8,23 +8,23 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// KSM's counters in sysfs that we use. `None`: this kernel doesn't have the file.
+/// The counters of KSM in sysfs that we use. `None` where this kernel lacks the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmCounters {
-    /// Merged pages, each mapped in place of several.
+    /// Merged pages, each of which replaces several.
     pub pages_shared: Pages,
-    /// Pages that the merged ones save.
+    /// How many pages merging saves.
     pub pages_sharing: Pages,
     /// Pages scanned since boot (6.6).
     pub pages_scanned: Option<u64>,
-    /// Completed scans since boot or the last `run` 2.
+    /// Completed scans since boot, or since `run` was last set to 2.
     pub full_scans: u64,
     /// Pages replaced by the kernel's zero page (6.6).
     pub ksm_zero_pages: Option<Pages>,
 }
 
 impl KsmCounters {
-    /// The engine's view of KSM. `busy`: an ordered scan has not ended.
+    /// The engine's view of KSM. `ours`: we hold KSM's lease. `busy`: an ordered scan hasn't ended.
     pub fn view(&self, ours: bool, busy: bool) -> KsmView {
         KsmView {
             shared: self.pages_shared,
@@ -40,10 +40,10 @@ impl KsmCounters {
     }
 }
 
-/// Counters of `/proc/vmstat`, machine-wide since boot. 0 where the kernel doesn't count.
+/// Machine-wide counters of `/proc/vmstat` since boot. 0 where the kernel doesn't count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmEvents {
-    /// COW breaks of merged pages, including unmerging (`cow_ksm`).
+    /// COW breaks of merged pages (`cow_ksm`). Unmerging counts as well.
     pub copies: u64,
     pub splits: HugeSplits,
 }
@@ -55,7 +55,7 @@ impl VmEvents {
     }
 }
 
-/// Reads [`VmEvents`] from a file kept open.
+/// Reads [`VmEvents`] from a file that we keep open.
 #[derive(Debug)]
 pub struct VmEventCounter {
     vmstat: Option<File>,

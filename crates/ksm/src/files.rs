@@ -1,8 +1,6 @@
-//! KSM's files in sysfs.
-//!
 //! We open every file once and then read it by `pread` at offset 0, which makes sysfs produce the text again: all
 //! eleven counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`, `max_page_sharing` and
-//! `merge_across_nodes` do, and so block until the end of ksmd's batch; writes to the others never block.
+//! `merge_across_nodes` do, so they block until the end of ksmd's batch. Other writes never block.
 
 use super::counters::KsmCounters;
 use super::knobs::{Knob, Knobs};
@@ -29,7 +27,7 @@ pub enum KsmError {
     Absent { path: PathBuf },
     #[error("not permitted to access {}", path.display())]
     Denied { path: PathBuf },
-    /// The text isn't as the kernel documents it.
+    /// The file's text isn't what the kernel documents.
     #[error("{} is malformed: {text:?}", path.display())]
     Malformed { path: PathBuf, text: String },
     /// The kernel refuses the value: EBUSY while pages are merged, EINVAL while the advisor is on.
@@ -49,7 +47,7 @@ impl KsmError {
         }
     }
 
-    /// Whether we can't change the knob because pages are merged.
+    /// Whether the kernel refused the value because pages are merged.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Refused { source, .. } if source.raw_os_error() == Some(libc::EBUSY))
     }
@@ -62,7 +60,7 @@ const OPTIONAL: [&str; 3] = ["pages_scanned", "ksm_zero_pages", "advisor_mode"];
 #[derive(Debug)]
 pub struct Ksm {
     root: PathBuf,
-    /// The open files by name, without files that this kernel lacks.
+    /// The open files by name. Files that this kernel lacks aren't there.
     files: BTreeMap<&'static str, File>,
 }
 
@@ -88,20 +86,20 @@ impl Ksm {
         &self.root
     }
 
-    /// All counters. They're not one snapshot: ksmd may run between two of the reads.
+    /// Reads all counters. They're no snapshot: ksmd may run between two of the reads.
     pub fn counters(&self) -> Result<KsmCounters, KsmError> {
         Ok(KsmCounters {
             pages_shared: Pages(self.required("pages_shared")?),
             pages_sharing: Pages(self.required("pages_sharing")?),
             pages_scanned: self.number("pages_scanned")?,
             full_scans: self.full_scans()?,
-            // The kernel miscounts where processes with huge pages start and end: we've seen -11 with nothing merged
+            // When processes with huge pages start and end, the kernel miscounts: we've seen -11 with nothing merged
             // (6.18).
             ksm_zero_pages: self.number("ksm_zero_pages")?.map(not_negative),
         })
     }
 
-    /// Completed scans. Takes less than a microsecond.
+    /// Completed scans. The read takes less than a microsecond.
     pub fn full_scans(&self) -> Result<u64, KsmError> {
         self.required("full_scans")
     }
@@ -130,7 +128,7 @@ impl Ksm {
         })
     }
 
-    /// The value of one knob; `None` if this kernel doesn't have it.
+    /// The value of one knob. `None` if this kernel lacks the knob.
     pub fn read(&self, knob: Knob) -> Result<Option<u64>, KsmError> {
         self.number(knob.file_name())
     }
@@ -150,7 +148,7 @@ impl Ksm {
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
         debug!(target: "ksm", "setting {} to {value}", knob.file_name());
-        // Sysfs ignores truncation. In a copy of the directory, it keeps "5" from changing "100" into "500".
+        // Sysfs ignores truncation. A copy of the directory needs it, or "5" would change "100" into "500".
         let mut file = fault::io("write:knob")
             .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))
             .map_err(|error| KsmError::from_io(&path, error))?;
@@ -173,7 +171,7 @@ impl Ksm {
         self.parsed(name, |text| text.parse().ok())
     }
 
-    /// Reads a file, if this kernel has it.
+    /// Reads and parses a file. `None` if this kernel lacks it.
     fn parsed<T>(&self, name: &'static str, parse: impl FnOnce(&str) -> Option<T>) -> Result<Option<T>, KsmError> {
         let Some(file) = self.files.get(name) else { return Ok(None) };
         let mut buffer = [0; 64];
@@ -192,7 +190,7 @@ fn not_negative(pages: i64) -> Pages {
     Pages(u64::try_from(pages).unwrap_or(0))
 }
 
-/// The text of a file without the newline at its end.
+/// The text of a file without the final newline. `None` if it isn't UTF-8.
 pub(crate) fn plain(bytes: &[u8]) -> Option<&str> {
     Some(std::str::from_utf8(bytes).ok()?.trim_ascii())
 }

@@ -1,15 +1,15 @@
-//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
+//! Exposes private parsers to `pagefold-fuzz`, which states their properties.
 
 use crate::{ksmd, plain};
 use pagefold_procmem::os::fields;
 use std::str::FromStr;
 
-/// The number in a counter or knob in sysfs.
+/// Parses the number in a counter or knob of sysfs.
 pub fn ksm_number<T: FromStr>(text: &[u8]) -> Option<T> {
     plain(text)?.parse().ok()
 }
 
-/// The selected word in a file in sysfs that lists alternatives.
+/// Parses the selected word of a file in sysfs that lists alternatives.
 pub fn ksm_choice(text: &[u8]) -> Option<&str> {
     fields::chosen(plain(text)?)
 }

@@ -1,8 +1,8 @@
 //! Sets KSM's knobs during a lease and records every change.
 //!
-//! We record a change in the state file before we make it, refuse it once another program has changed a knob, and later
-//! compare it with the kernel's value. We never lock the record while the kernel blocks a write, so that checks stay
-//! prompt.
+//! We record a change in the state file before we make it. Later we compare our record with the kernel's values, and
+//! once another program has changed a knob, we make no more changes. We never lock the record while the kernel blocks a
+//! write, so that checks stay prompt.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::Knob;
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use thiserror::Error;
 
-/// How often we check on ksmd while its batch ends.
+/// How often we check whether ksmd's batch has ended.
 const CHECK_EVERY: Duration = Duration::from_millis(2);
 
 /// Another program, or the advisor, has changed a knob.
@@ -25,16 +25,16 @@ const CHECK_EVERY: Duration = Duration::from_millis(2);
 #[error("another program changed {knob} from {ours} to {found}")]
 pub struct Overridden {
     pub knob: Knob,
-    /// The value it should have.
+    /// The value that we set.
     pub ours: u64,
-    /// The value it has.
+    /// The value that the kernel has.
     pub found: u64,
 }
 
 /// Why we didn't set a knob, or why a check failed.
 #[derive(Debug, Error)]
 pub enum KnobError {
-    /// Another program drives KSM now: set nothing more.
+    /// Another program drives KSM now, so we set nothing more.
     #[error(transparent)]
     Overridden(#[from] Overridden),
     /// The lease has ended.
@@ -42,7 +42,7 @@ pub enum KnobError {
     Ended,
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// We change nothing that we can't record first.
+    /// We couldn't record the change, and so didn't make it.
     #[error(transparent)]
     State(#[from] StateError),
 }
@@ -51,10 +51,10 @@ pub enum KnobError {
 #[derive(Debug)]
 pub(crate) struct KnobWriter {
     pub(crate) ksm: Arc<Ksm>,
-    /// Released when everything is restored, or with the last thread that may still write.
+    /// We release this when everything is restored, or with the last thread that may still write.
     lock: Mutex<Option<Lock>>,
     pub(crate) state_path: PathBuf,
-    /// Allows one write at a time. Held while the kernel blocks a write.
+    /// Allows one write at a time. A thread holds this while the kernel blocks its write.
     writing: Mutex<()>,
     ending: AtomicBool,
     record: Mutex<Record>,
@@ -67,7 +67,7 @@ struct Record {
     overridden: Option<Overridden>,
 }
 
-/// The value a knob should have. During a write, both the old and the new value are right.
+/// The value that a knob should have. While we write a new value, both the old and the new one are right.
 #[derive(Clone, Copy, Debug)]
 struct Expected {
     value: u64,
@@ -148,19 +148,19 @@ impl KnobWriter {
         self.ending.store(true, Ordering::Release);
     }
 
-    /// Waits for a write that began before [`Self::announce_end`]; it is then restored with the others.
+    /// Waits for a write that began before [`Self::announce_end`], so that we restore that knob as well.
     pub(crate) fn wait_for_write(&self) {
         drop(locked(&self.writing));
     }
 
-    /// The changed knobs with their original values.
+    /// All knobs that we've changed, with their original values.
     pub(crate) fn changed(&self) -> BTreeMap<Knob, u64> {
         let record = self.record();
         let changed = record.state.turned.keys();
         changed.filter_map(|knob| Some((*knob, *record.state.original.get(knob)?))).collect()
     }
 
-    /// If this lease made ksmd run, makes it rest after its current batch and waits for the end of that batch.
+    /// If this lease made ksmd run, makes it rest after its current batch, and waits until that ends.
     pub(crate) fn rest_ksmd(&self) {
         let running = self.expected(Knob::Run) == Some(1) && self.ksm.root() == Path::new(KSM_ROOT);
         if !running || !self.record().state.turned.contains_key(&Knob::Run) {
@@ -176,8 +176,8 @@ impl KnobWriter {
         }
     }
 
-    /// Gives a knob we've already changed a value that recovery recognizes without a record. Writes to the two knobs
-    /// with such values never block.
+    /// Sets a knob that we've already changed to a value that recovery recognizes without a record. Only two knobs have
+    /// such values, and writing these two never blocks.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value
@@ -188,7 +188,7 @@ impl KnobWriter {
         }
     }
 
-    /// Writes the original value of a knob without any check or record: the caller has compared its value.
+    /// Writes the original value of a knob. Checks and records nothing: the caller has compared the present value.
     pub(crate) fn write_original(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let _one = locked(&self.writing);
         self.ksm.write(knob, value)
@@ -198,15 +198,15 @@ impl KnobWriter {
         self.record().state.turned.remove(&knob);
     }
 
-    /// Ends the lease: removes the state file, or leaves the knobs in it that couldn't be restored, and releases the
-    /// lock.
+    /// Ends the lease: releases the lock, and removes the state file unless it still lists knobs that we couldn't
+    /// restore.
     pub(crate) fn close(&self) {
         {
             let mut record = self.record();
             record.state.holder = None;
             let nothing_left = record.state.turned.is_empty();
             fault::point("state-closing");
-            // If this fails, the next start finds all knobs restored, or the ones that are left to restore.
+            // If this fails, the next start finds the old file, and restores what is still changed.
             let _ = if nothing_left { State::remove(&self.state_path) } else { record.state.save(&self.state_path) };
         }
         fault::point("state-closed");
@@ -219,13 +219,13 @@ impl KnobWriter {
 }
 
 impl Record {
-    /// Compares with the kernel's values. Once there's a difference, we never forget it.
+    /// Compares our record with the kernel's values. A difference is final: from then on every check fails.
     fn check(&mut self, ksm: &Ksm) -> Result<(), KnobError> {
         if let Some(overridden) = &self.overridden {
             return Err(overridden.clone().into());
         }
         for (&knob, expected) in &self.expected {
-            // `run` counts even unchanged: a program that sets it drives KSM.
+            // We check `run` even if we haven't changed it: a program that sets `run` drives KSM.
             if knob != Knob::Run && !self.state.turned.contains_key(&knob) {
                 continue;
             }

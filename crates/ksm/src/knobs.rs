@@ -8,13 +8,13 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Knob {
-    /// 0 stop, 1 scan, 2 stop and unmerge everything.
+    /// 0: stop; 1: scan; 2: stop and unmerge everything.
     Run,
-    /// Pages in one batch.
+    /// How many pages ksmd scans in one batch.
     PagesToScan,
-    /// Sleep between batches, milliseconds.
+    /// How long ksmd sleeps between batches, milliseconds.
     SleepMillisecs,
-    /// Duplicates that share one merged page before a second one is kept.
+    /// How many duplicates may share one merged page. For more, the kernel keeps another copy.
     MaxPageSharing,
     /// Whether the kernel's zero page replaces all-zero pages.
     UseZeroPages,
@@ -46,7 +46,7 @@ impl Knob {
         }
     }
 
-    /// The name of its file in sysfs.
+    /// The name of the knob's file in sysfs.
     pub const fn file_name(self) -> &'static str {
         match self {
             Self::Run => "run",
@@ -66,7 +66,7 @@ impl fmt::Display for Knob {
     }
 }
 
-/// The values of all knobs (see [`Knob`]). `None`: this kernel doesn't have the file.
+/// The values of all knobs. `None`: this kernel lacks the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Knobs {
     pub run: u64,
@@ -82,7 +82,7 @@ pub struct Knobs {
 }
 
 impl Knobs {
-    /// The value of a knob; `None` if this kernel doesn't have it.
+    /// The value of a knob. `None` if this kernel lacks it.
     pub fn value(&self, knob: Knob) -> Option<u64> {
         match knob {
             Knob::Run => Some(self.run),
@@ -95,9 +95,9 @@ impl Knobs {
         }
     }
 
-    /// The knobs that differ from the kernel's defaults, with their values, if a pagefold has set them. Only pagefold
-    /// lets ksmd sleep without end, or scan everything in one batch. If there's no state file in that case, either we
-    /// can't see the run's file, or it was lost with its own file system at /run.
+    /// If a pagefold has left KSM changed, the knobs that differ from the kernel's defaults, with their values. We
+    /// recognize that by values that only pagefold sets: a sleep without end, or everything scanned in one batch. A
+    /// state file may be missing then, because it's out of our sight or was lost with a file system at /run.
     pub fn orphaned(&self) -> Vec<(Knob, u64)> {
         if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
             return Vec::new();

@@ -15,7 +15,7 @@ pub struct Ksmd {
 }
 
 impl Ksmd {
-    /// Finds ksmd: a kernel thread of that name. `None` without KSM, or in a pid namespace that hides it.
+    /// Finds ksmd by its name. `None` without KSM, or in a pid namespace that hides it.
     pub fn find() -> Result<Option<Self>, ReadError> {
         Self::find_at(Path::new("/proc"))
     }
@@ -24,7 +24,7 @@ impl Ksmd {
         Self::find_named(proc_root, b"ksmd")
     }
 
-    /// Finds a kernel thread of another name that does its work, like UKSM's `uksmd`.
+    /// Like [`Self::find_at`], for a kernel thread with another name that does ksmd's work, like UKSM's `uksmd`.
     pub fn find_named(proc_root: &Path, name: &[u8]) -> Result<Option<Self>, ReadError> {
         for pid in pids(proc_root)? {
             let Ok(process) = Process::open_at(proc_root, pid) else { continue };
@@ -60,10 +60,10 @@ impl Ksmd {
         parse_schedstat(&text).ok_or_else(|| self.process.malformed("schedstat", "no run time"))
     }
 
-    /// Whether ksmd sleeps between batches or is stopped.
+    /// Whether ksmd sleeps between batches, or is stopped.
     ///
-    /// These are its only interruptible sleeps: within a batch it's runnable, or uninterruptible while it waits for an
-    /// mmap lock, a page lock or its mutex (read in 6.12's source, and seen so on 6.18).
+    /// Only these sleeps are interruptible. Within a batch ksmd is runnable, or sleeps uninterruptibly while it waits
+    /// for an mmap lock, a page lock or its mutex (read in 6.12's source, and seen so on 6.18).
     pub fn rests(&self) -> Result<bool, ReadError> {
         Ok(self.stat()?.state == b'S')
     }
@@ -83,7 +83,7 @@ impl Ksmd {
     }
 }
 
-/// The first field of `schedstat`: nanoseconds on a CPU.
+/// Parses the first field of `schedstat`: nanoseconds on a CPU.
 pub(crate) fn parse_schedstat(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.split_ascii_whitespace().next()?.parse().ok()
 }

@@ -1,8 +1,6 @@
-//! Taking KSM over, and restoring it.
-//!
 //! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file,
-//! and restores its changes when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in
-//! the next start. We never again write a knob that another program has changed.
+//! and restores its changes when it ends: by [`KsmLease::restore`] or when dropped. After a crash the next start
+//! restores them ([`recover`]). Once another program has changed a knob, we never write it again.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -19,7 +17,7 @@ use std::time::Duration;
 use thiserror::Error;
 use tracing::debug;
 
-/// For how long a lease waits for ksmd when it's dropped.
+/// How long a lease waits for ksmd when we drop the lease.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why we couldn't take KSM over.
@@ -27,13 +25,13 @@ const DROP_LIMIT: Duration = Duration::from_secs(2);
 pub enum TakeError {
     #[error("KSM is in use: {0}")]
     InUse(OtherDriver),
-    /// The lock is free, but the process in the state file lives: it was started with another lock.
+    /// We've got the lock, but the process in the state file is alive: it was started with another lock file.
     #[error("KSM is held by process {pid}, which uses another lock file")]
     Busy { pid: i32 },
-    /// We're still restoring the changes of an earlier run: ksmd is in a scan that it ordered.
+    /// We can't restore the changes of an earlier run yet, because ksmd is in a scan that it ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
-    /// The lock: another pagefold holds it, or we can't open it.
+    /// Another pagefold holds the lock, or we can't open it.
     #[error(transparent)]
     Lock(#[from] LockError),
     #[error(transparent)]
@@ -53,7 +51,7 @@ pub enum OtherDriver {
     /// The kernel's advisor sets `pages_to_scan`.
     #[error("the kernel's advisor is on ({mode})")]
     Advisor { mode: String },
-    /// A program that sets the same knobs.
+    /// A program known to set the same knobs.
     #[error("{name} is running (pid {pid})")]
     Program { name: String, pid: i32 },
 }
@@ -68,7 +66,7 @@ pub struct KsmPaths {
 }
 
 impl KsmPaths {
-    /// A lock file and a state file in this directory.
+    /// Puts lock file and state file into this directory.
     pub fn in_dir(dir: &Path) -> Self {
         Self { lock: dir.join("lock"), state: dir.join("run/ksm-state.json"), ..Self::default() }
     }
@@ -83,12 +81,12 @@ impl Default for KsmPaths {
 /// Values for the knobs that we set once, at the beginning of a lease. `None` leaves a knob unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitialKnobs {
-    /// Duplicates that share one merged page. The kernel only changes it while nothing is merged.
+    /// How many duplicates may share one merged page. The kernel only changes this while nothing is merged.
     pub max_page_sharing: Option<u64>,
     /// Whether the kernel's zero page replaces all-zero pages.
     pub use_zero_pages: Option<bool>,
     pub smart_scan: Option<bool>,
-    /// Whether pages of different nodes are merged. The kernel only changes it while nothing is merged.
+    /// Whether pages of different nodes are merged. The kernel only changes this while nothing is merged.
     pub merge_across_nodes: Option<bool>,
 }
 
@@ -98,14 +96,14 @@ impl InitialKnobs {
 }
 
 impl Default for InitialKnobs {
-    /// A `max_page_sharing` of 4096 costs ksmd 8,500 ns a page (256, the kernel's default: 46,600; 65536: 6,500), and
-    /// reverse-map walks are a sixteenth as long as with 65536.
+    /// With a `max_page_sharing` of 4096, ksmd takes 8,500 ns per page (with 256, the kernel's default: 46,600; with
+    /// 65536: 6,500). Reverse-map walks are a sixteenth as long as with 65536.
     fn default() -> Self {
         Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None, merge_across_nodes: None }
     }
 }
 
-/// KSM, taken over. Restored when this is dropped.
+/// KSM, taken over. Dropping this restores it.
 #[must_use = "KSM is restored when this is dropped"]
 #[derive(Debug)]
 pub struct KsmLease {
@@ -115,13 +113,13 @@ pub struct KsmLease {
 }
 
 impl KsmLease {
-    /// Takes KSM over. First restores any changes of a crashed run.
+    /// Takes KSM over. If a run has crashed before, first restores its changes.
     pub fn take(ksm: Arc<Ksm>, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
         let lock = Lock::try_take(&paths.lock)?;
         Self::take_locked(ksm, lock, paths, initial)
     }
 
-    /// Like [`Self::take`], with the lock already taken.
+    /// Like [`Self::take`], for a caller that already has the lock.
     pub fn take_locked(ksm: Arc<Ksm>, lock: Lock, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
         if recover(&ksm, &lock, paths)?.is_some_and(|restored| !restored.pending.is_empty()) {
             return Err(TakeError::Recovering);
@@ -131,7 +129,7 @@ impl KsmLease {
         }
         let now = ksm.values()?;
         let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
-        // If an earlier run couldn't restore a knob, we must still restore the value from before that run.
+        // If an earlier run couldn't restore a knob, its original value is the one from before that run.
         if let Some(earlier) = State::load(&paths.state)? {
             for (knob, values) in earlier.turned {
                 if now.get(&knob).is_some_and(|value| values.contains(value)) {
@@ -174,15 +172,15 @@ impl KsmLease {
         &self.writer.ksm
     }
 
-    /// Initial values that we couldn't set: the kernel lacks the knob, or pages are merged already.
+    /// The initial values that we couldn't set, because the kernel lacks the knob or pages are merged already.
     pub fn unavailable(&self) -> &[(Knob, u64)] {
         &self.unavailable
     }
 
-    /// Checks that every changed knob still has the value it was set to. Takes about 4 us.
+    /// Checks that every changed knob still has the value that we set. Takes about 4 us.
     ///
     /// # Errors
-    /// [`KnobError::Overridden`] once there has been a difference: this lease sets no more knobs.
+    /// [`KnobError::Overridden`] from the first difference on: this lease sets no more knobs.
     pub fn check(&self) -> Result<(), KnobError> {
         self.writer.check()
     }
@@ -196,7 +194,7 @@ impl KsmLease {
         self.writer.set(Knob::Run, 0)
     }
 
-    /// Restores KSM, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
+    /// Restores KSM's knobs, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
     pub fn restore(mut self, limit: Duration) -> RestoreOutcome {
         self.restored = true;
         let outcome = restore(&self.writer, limit);
@@ -204,7 +202,7 @@ impl KsmLease {
         outcome
     }
 
-    /// The state file.
+    /// The path of the state file.
     pub fn state_path(&self) -> &Path {
         &self.writer.state_path
     }
@@ -232,7 +230,7 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     }
     let own = Holder::own(&paths.proc_root)?;
     match state.holder {
-        // As we hold the lock, a state file with our pid is from an earlier lease of our own.
+        // We hold the lock, so a state file with our pid is from an earlier lease of this process.
         Some(holder) if holder != own && holder.is_alive(&paths.proc_root)? => {
             return Err(TakeError::Busy { pid: holder.pid });
         }
@@ -241,7 +239,7 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {
         let Some(value) = ksm.read(knob)? else { continue };
-        // Restoring compares the value of another program with one of ours, and so finds the knob overridden.
+        // If another program has set the value, we expect one of ours here, so restoring finds the knob overridden.
         let ours = if state.is_ours(knob, value) { value } else { values.last().copied().unwrap_or(value) };
         now.insert(knob, ours);
     }
@@ -249,14 +247,14 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     Ok(Some(restore(&writer, DROP_LIMIT)))
 }
 
-/// Restores the knobs that couldn't be restored while pages were merged. `None` if there was nothing to do.
+/// Restores the knobs that we couldn't restore while pages were merged. `None` if there was nothing to do.
 pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;
     recover(ksm, &lock, paths)
 }
 
-/// If a pagefold has left knobs changed and its state file isn't here, sets the kernel's defaults. `None` if there was
-/// nothing to do.
+/// If a pagefold has left knobs changed and its state file isn't here, sets them to the kernel's defaults. `None` if
+/// there was nothing to do.
 ///
 /// # Errors
 /// [`TakeError::Busy`] if a pagefold that may drive KSM is still running.
@@ -278,7 +276,7 @@ pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<Resto
     Ok(Some(restore(&writer, DROP_LIMIT)))
 }
 
-/// Another pagefold that may drive KSM, among the processes that we can see.
+/// Finds another pagefold that may drive KSM, among the processes that we can see.
 fn running_pagefold(proc_root: &Path) -> Result<Option<i32>, TakeError> {
     let own = i32::try_from(std::process::id()).unwrap_or(0);
     for (pid, _) in programs_named(proc_root, &["pagefold"])? {
@@ -296,7 +294,7 @@ fn may_drive_ksm(proc_root: &Path, pid: i32) -> bool {
     matches!(line.split(|&byte| byte == 0).nth(1), Some(b"run" | b"unmerge" | b"exclude" | b"demo"))
 }
 
-/// Finds out whether another program drives KSM.
+/// Finds another program that drives KSM. `None` if there's none.
 pub fn other_driver(ksm: &Ksm, proc_root: &Path) -> Result<Option<OtherDriver>, TakeError> {
     let knobs = ksm.knobs()?;
     match knobs.advisor_mode {

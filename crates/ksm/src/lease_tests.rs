@@ -1,4 +1,4 @@
-//! Taking KSM over and restoring it, on copies of KSM's directory.
+//! Tests taking KSM over and restoring it, on copies of KSM's directory.
 
 use super::*;
 use crate::{Overridden, fixture};
@@ -38,7 +38,7 @@ impl Stage {
     fn saved(&self) -> Option<State> {
         State::load(&self.paths.state).unwrap()
     }
-    /// Leaves knobs and state file as a killed run would.
+    /// Ends a lease, and leaves knobs and state file as a killed run would.
     fn crash(&self, lease: KsmLease) {
         let (knobs, mut kept) = (self.all(), self.saved().unwrap());
         drop(lease);
@@ -199,7 +199,8 @@ fn a_living_holder_with_another_lock_is_respected() {
 fn what_had_to_be_deferred_keeps_its_first_value() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
-    // A file that nobody can write stands for the kernel's EBUSY, which a copy of the directory can't return.
+    // We need a knob that can't be written. A copy of KSM's directory can't return EBUSY as the kernel does, so we use
+    // a folder.
     let file = stage.root().join("max_page_sharing");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();

@@ -1,7 +1,7 @@
-//! KSM: its files, and the one way to take it over, to make ksmd scan, and to restore it.
+//! KSM: its files, and our only way to take it over, to make ksmd scan, and to restore it.
 //!
-//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them: start there with a new knob of
-//!   KSM.
+//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them. If a kernel gets a new knob,
+//!   start there.
 //! - [`lease`]: taking KSM over. `knob_writer` sets its knobs and records every change in the [`state_file`] first,
 //!   `restore` restores them. One [`lock`] keeps two programs from driving KSM at once.
 //! - [`scan`]: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, as the daemon orders.

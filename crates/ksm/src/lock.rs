@@ -1,7 +1,6 @@
-//! The lock whose holder may set KSM's knobs.
-//!
-//! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel
-//! releases with its last descriptor: it doesn't outlive its holder. The holder's pid is in the file for messages only.
+//! There's one KSM per machine, so two programs must not drive it at once. The lock is an `flock`: the kernel releases
+//! it with its last descriptor, so it doesn't outlive its holder. The file also has the holder's pid, but only for
+//! messages.
 
 use pagefold_procmem::os::fault;
 use rustix::fs::FlockOperation;
@@ -16,15 +15,15 @@ use thiserror::Error;
 
 pub const LOCK_PATH: &str = "/run/pagefold/lock";
 
-/// How often we try to take the lock. `flock` itself has no time limit.
+/// How long we wait between attempts to take the lock. `flock` itself has no time limit.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
-/// How long we wait for others who only look at the lock. They take microseconds, or longer while they wait for a
-/// processor.
+/// How long we wait while others have the lock only to look at it ([`holder`]). Usually they take microseconds, but
+/// more if they wait for a processor.
 const LOOK_LIMIT: Duration = Duration::from_secs(2);
-/// How often we try.
+/// How long we wait between these attempts.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
-/// A lock counts as held once we have found it locked exclusively this many times.
+/// A program holds the lock if we find it locked exclusively this many times. Others who look lock it shared.
 const TRIES: u32 = 50;
 
 #[derive(Debug, Error)]
@@ -50,7 +49,7 @@ struct LockFile {
 }
 
 impl Lock {
-    /// Takes the lock if it's free. Waits for somebody who only looks at it ([`holder`]).
+    /// Takes the lock if it's free. Waits while somebody else only looks at it ([`holder`]).
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
         let mut file = open(path).map_err(|error| from_io(path, error))?;
         let try_lock = |how| flock(&file, how).map_err(|source| LockError::Io { path: path.into(), source });
@@ -58,7 +57,7 @@ impl Lock {
         let mut refused = 0;
         while !try_lock(FlockOperation::NonBlockingLockExclusive)? {
             if try_lock(FlockOperation::NonBlockingLockShared)? {
-                // The other one only looks.
+                // The other process has a shared lock, so it only looks.
                 try_lock(FlockOperation::Unlock)?;
             } else {
                 refused += 1;
@@ -68,13 +67,14 @@ impl Lock {
             }
             std::thread::sleep(LOOK_PAUSE);
         }
-        // The pid is only for messages. Writing it fails on a full disk, and even then we must be able to restore KSM.
+        // We go on if we can't write the pid, which is only for messages: with a full disk we must still be able to
+        // restore KSM.
         let _ = write_pid(&mut file);
         fault::point("lock-taken");
         Ok(Self { file: Arc::new(LockFile { file, path: path.to_owned() }) })
     }
 
-    /// Takes the lock, waiting for at most `limit` until it is free.
+    /// Takes the lock. Waits at most `limit` until it's free.
     pub fn take_within(path: &Path, limit: Duration) -> Result<Self, LockError> {
         let end = Instant::now() + limit;
         loop {
@@ -92,28 +92,28 @@ impl Lock {
 
 impl Drop for LockFile {
     fn drop(&mut self) {
-        // The file's text is for messages only, but it shouldn't name a holder that has ended.
+        // The file's text is only for messages, but it shouldn't name a holder that has ended.
         let _ = self.file.set_len(0);
-        // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
+        // Closing alone wouldn't release the lock while a child between fork and exec has the descriptor, too.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// The holder of the lock at `path`, which we neither take nor create. `None` if it's free.
+/// Finds the holder of the lock at `path`. Neither takes nor creates the lock. `None` if it's free.
 pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(from_io(path, error)),
     };
-    // The kernel refuses a shared lock only while another process holds an exclusive one, so two callers of this
-    // function don't disturb each other. Somebody who wants to take the lock within these microseconds tries again.
+    // The kernel refuses us a shared lock only while another process has an exclusive one, so two callers of this
+    // function don't disturb each other. A process that tries to take the lock within these microseconds tries again.
     let free = flock(&file, FlockOperation::NonBlockingLockShared)
         .map_err(|source| LockError::Io { path: path.into(), source })?;
     if !free {
         return Ok(Some(Holder { pid: pid_in(&mut file) }));
     }
-    // Closing wouldn't release it while a child between fork and exec has the descriptor as well.
+    // Closing alone wouldn't release our lock while a child between fork and exec has the descriptor, too.
     let _ = flock(&file, FlockOperation::Unlock);
     Ok(None)
 }
@@ -163,7 +163,7 @@ fn from_io(path: &Path, source: io::Error) -> LockError {
     }
 }
 
-/// True if locked, false if another process holds it.
+/// Returns false if another process holds the lock.
 fn flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     match retry_on_intr(|| rustix::fs::flock(file, operation)) {
         Ok(()) => Ok(true),
@@ -192,10 +192,10 @@ mod tests {
         let lock = Lock::try_take(&path).unwrap();
         let clone = lock.clone();
         drop(lock);
-        // A second open file description conflicts even within one process.
+        // Locks of two open file descriptions conflict, even within one process.
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
         assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
-        // This descriptor stands for one in a child that hasn't reached exec yet.
+        // This descriptor acts as one in a child that hasn't reached exec yet.
         let inherited = clone.file.file.try_clone().unwrap();
         drop(clone);
         assert_eq!(holder(&path).unwrap(), None);

@@ -1,8 +1,8 @@
 //! `/dev/ksm`: merging the pages that we name, and hashing pages in place.
 //!
-//! `kernel/include/linux/ksm.h` has the interface. Kernels with the series in `kernel/patches` provide it, and stock
-//! kernels with the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them: a wrong
-//! request only costs time.
+//! `kernel/include/linux/ksm.h` defines the interface. Kernels with the series in `kernel/patches` provide it, and
+//! stock kernels with the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them, so
+//! a wrong request only costs time.
 
 use pagefold_engine::host::Merging;
 use pagefold_engine::units::{PAGE_BYTES, count};
@@ -22,13 +22,13 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// We name at most this many ranges and pages in one call. It takes some milliseconds; then we ask our caller whether
-/// to go on. The kernel allows more.
+/// How many ranges and pages we name in one call, at most. Such a call takes some milliseconds, and then we ask our
+/// caller whether to go on. The kernel would allow more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
-/// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
+/// If a signal ends this many calls in a row before they do anything, we leave the rest untried.
 const IN_VAIN_MOST: u32 = 1000;
-/// If a call of this many pages finds only pages that differ, we leave the rest untried: the digests that named them
+/// If a call of at least this many pages finds that all differ, we leave the rest untried: the digests that named them
 /// are worthless.
 const DIFFERING_MOST: usize = 1024;
 
@@ -102,7 +102,7 @@ impl RequestError {
         match source.kind() {
             io::ErrorKind::NotFound => Self::Absent { path },
             io::ErrorKind::PermissionDenied => Self::Denied { path },
-            // No driver has that number, or it's a directory.
+            // There's no driver for that device number, or it's a directory.
             _ if matches!(source.raw_os_error(), Some(libc::ENXIO | libc::ENODEV | libc::EISDIR)) => {
                 Self::Other { path }
             }
@@ -111,33 +111,33 @@ impl RequestError {
     }
 }
 
-/// Who provides the device.
+/// Who provides `/dev/ksm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
-    /// The kernel itself, built with the series.
+    /// The kernel itself, built with our patch series.
     Series,
     Module,
 }
 
 impl Carrier {
-    /// Who provides a device that's there. `sys` is `/sys`.
+    /// Who provides the device, if it exists. `sys` is `/sys`.
     pub fn of(sys: &Path) -> Self {
         if sys.join("module/ksm_request").exists() { Self::Module } else { Self::Series }
     }
 }
 
-/// The replacement for the pages of a range.
+/// What replaces the pages of a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kept<'a> {
-    /// As many pages as the range has, starting at this address of this process.
+    /// Page by page, the pages from this address of this process on.
     Run(BorrowedFd<'a>, u64),
-    /// The one page at this address of this process.
+    /// For all of them, the page at this address of this process.
     Page(BorrowedFd<'a>, u64),
     /// The kernel's zero page.
     Zero,
 }
 
-/// Consecutive pages to merge with others.
+/// Consecutive pages to replace, and their replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct Range<'a> {
     /// A pidfd of the process whose pages are replaced.
@@ -163,11 +163,11 @@ pub struct Hashed<'a> {
     pub process: BorrowedFd<'a>,
     /// Address of the first page.
     pub address: u64,
-    /// The key of the hash, which also determines the order of the lines.
+    /// The key of the hash. It also determines in which order we hash a page's cache lines.
     pub key: u64,
-    /// How many cache lines the present hashes cover; 0 if there are none.
+    /// How many cache lines of each page the hashes that we have cover; 0 if we have none.
     pub from: u32,
-    /// How many cache lines they should cover.
+    /// How many cache lines of each page the hashes should cover.
     pub to: u32,
 }
 
@@ -191,33 +191,33 @@ impl RequestDevice {
         let mut device = Self { file, hashes: false };
         match device.call(&mut [], &mut []) {
             Ok(_) => {}
-            // The number of a call contains the size of its argument, so another version of the structure has another
-            // number.
+            // The number of an ioctl contains the size of its argument, so if another version changed the structure's
+            // size, it has another number.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
                 return Err(RequestError::Version { path });
             }
             Err(source) => return Err(RequestError::Io { path, source }),
         }
-        // A kernel that knows the call complains that there is no page.
+        // A kernel that knows the call fails with EINVAL, because we name no page.
         let refused = device.call_hash(&mut RawHash { version: ABI_VERSION, pidfd: -1, ..RawHash::default() }, &mut []);
         device.hashes = refused.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
         Ok(device)
     }
 
-    /// Merges ranges. Can block on the processes, for example on their mmap locks. Before each call to the kernel,
-    /// which takes some milliseconds, `go_on` decides whether to make it.
+    /// Merges ranges. Can block on the processes, for example on their mmap locks. Each call to the kernel takes some
+    /// milliseconds; before each, `go_on` decides whether to make it.
     pub fn merge(&self, ranges: &[Range<'_>], go_on: impl FnMut() -> bool) -> Merged {
         merge_by(|raw, statuses| self.call(raw, statuses), ranges, go_on)
     }
 
-    /// Whether it hashes pages in place. A kernel with only the patches for merging doesn't.
+    /// Whether the device hashes pages in place. A kernel with only the patches for merging doesn't.
     pub fn hashes(&self) -> bool {
         self.hashes
     }
 
     /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 means
-    /// that there is none: there's no anonymous page, or one that can never be merged. With a `from` above 0 the kernel
-    /// passes over such pages. Can block on the process's mmap lock. Each call to the kernel takes some milliseconds.
+    /// that the page has none, since it isn't anonymous or can never be merged. If `from` is above 0, the kernel skips
+    /// such pages. Can block on the process's mmap lock. Each call to the kernel takes some milliseconds.
     ///
     /// # Errors
     /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if we may not read it.
@@ -234,8 +234,8 @@ impl RequestDevice {
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Makes one call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges
-    /// are done.
+    /// Makes one call to the kernel. `statuses` receives the outcomes for the pages of all ranges, in order. Returns
+    /// how many ranges are done.
     fn call(&self, ranges: &mut [RawRange], statuses: &mut [u8]) -> io::Result<usize> {
         let mut rest = statuses;
         for range in &mut *ranges {
@@ -262,14 +262,14 @@ fn address_of<T>(at: *mut T) -> u64 {
     at.expose_provenance() as u64
 }
 
-/// How far merging has got: the number of ranges done, and of pages done in the next one.
+/// How far we've got: how many ranges are done, and how many pages of the next one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Position {
     ranges: usize,
     pages: u32,
 }
 
-/// Does what [`RequestDevice::merge`] does, with a function in place of the kernel.
+/// [`RequestDevice::merge`], with a function in place of the kernel.
 fn merge_by(
     mut call: impl FnMut(&mut [RawRange], &mut [u8]) -> io::Result<usize>,
     ranges: &[Range<'_>],
@@ -305,7 +305,7 @@ fn merge_by(
     merged
 }
 
-/// The ranges of the next call.
+/// Puts the ranges of the next call into `raw`.
 fn fill(raw: &mut Vec<RawRange>, ranges: &[Range<'_>], position: Position) {
     raw.clear();
     let mut skip = position.pages;
@@ -322,7 +322,7 @@ fn fill(raw: &mut Vec<RawRange>, ranges: &[Range<'_>], position: Position) {
 }
 
 impl Merged {
-    /// Adds the results of the ranges that a call has done, starting at `position`.
+    /// Adds the results of the ranges that a call has done. The first one begins at `position`.
     fn add(&mut self, done: &[RawRange], mut statuses: &[u8], ranges: &[Range<'_>], position: &mut Position) {
         for raw in done {
             let all = ranges[position.ranges].pages;
@@ -338,7 +338,7 @@ impl Merged {
                 position.pages = all;
             }
             if position.pages < all {
-                // The call ended early, or had no room for all of it.
+                // The call ended early, or had no room for the whole range.
                 break;
             }
             *position = Position { ranges: position.ranges + 1, pages: 0 };
@@ -346,7 +346,7 @@ impl Merged {
     }
 }
 
-/// Does what [`RequestDevice::hash`] does, with a function in place of the kernel.
+/// [`RequestDevice::hash`], with a function in place of the kernel.
 fn hash_by(
     mut call: impl FnMut(&mut RawHash, &mut [u64]) -> io::Result<()>,
     pages: &Hashed<'_>,
@@ -401,7 +401,7 @@ impl Range<'_> {
     }
 }
 
-/// `enum ksm_page_status`. A status that a later version adds counts as untried.
+/// Decodes `enum ksm_page_status`. If a later version adds a status, we take the page as untried.
 fn outcome(status: u8) -> Merging {
     match status {
         1 => Merging::Merged,
@@ -415,7 +415,7 @@ fn outcome(status: u8) -> Merging {
     }
 }
 
-/// The outcome of pages that weren't tried because of an error of their range.
+/// The outcome for pages that the kernel didn't try because their range failed.
 fn refusal(error: &io::Error) -> Merging {
     match error.raw_os_error() {
         Some(libc::ENOMEM) => Merging::Busy,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 
-/// The offsets of the kernel's fields. If we ordered our fields differently, they'd change.
+/// Compares sizes and offsets with the kernel's, so that our fields are in the kernel's order.
 #[test]
 fn the_structures_are_those_of_the_header() {
     use std::mem::offset_of;
@@ -53,7 +53,7 @@ fn the_structures_are_those_of_the_header() {
     assert_eq!(u32::try_from(IOC_HASH).unwrap(), 3_u32 << 30 | 64 << 16 | 0xb9 << 8 | 1);
 }
 
-/// The header's constants, by name.
+/// The constants in the header, by name.
 fn header() -> BTreeMap<String, String> {
     let text = include_str!("../../../kernel/include/linux/ksm.h");
     let words = text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>());
@@ -102,10 +102,10 @@ fn files_that_are_not_the_device_are_told_apart() {
     std::fs::write(&at, "").unwrap();
     assert!(matches!(RequestDevice::open(&at), Err(RequestError::Other { .. })));
     assert!(matches!(RequestDevice::open(dir.path()), Err(RequestError::Other { .. })));
-    // A device, with no call of that number.
+    // A device that doesn't know our calls.
     let error = RequestDevice::open(Path::new("/dev/null")).unwrap_err();
     assert_eq!(error.to_string(), "/dev/null does not have version 1 of the interface");
-    // Root may open it all the same.
+    // Root may open the file even so.
     std::fs::set_permissions(&at, PermissionsExt::from_mode(0o0)).unwrap();
     assert!(matches!(RequestDevice::open(&at), Err(RequestError::Denied { .. } | RequestError::Other { .. })));
 }
@@ -118,11 +118,12 @@ fn the_carrier_is_known_by_the_module() {
     assert_eq!(Carrier::of(dir.path()), Carrier::Module);
 }
 
-/// A kernel that does at most `most` pages a call, and answers a page by its number.
+/// Acts as a kernel that does at most `most` pages per call, and derives each page's outcome from its number.
 struct Kernel {
     most: u64,
     calls: Vec<Vec<RawRange>>,
-    /// Errors by number of the call: of the call, or of its range with this number before this page.
+    /// The calls, by number, that fail with this error. Below: calls in which the range with this number fails at this
+    /// page.
     fails: BTreeMap<usize, i32>,
     range_fails: BTreeMap<usize, (usize, u64, i32)>,
 }
@@ -173,7 +174,7 @@ fn merge(kernel: &mut Kernel, ranges: &[(u64, u32)]) -> Merged {
     merge_by(|raw, statuses| kernel.call(raw, statuses), &ranges, || true)
 }
 
-/// The outcomes of these pages by such a kernel.
+/// The outcomes that [`Kernel`] gives these pages.
 fn expected(ranges: &[(u64, u32)]) -> Vec<Merging> {
     let pages = ranges.iter().flat_map(|&(first, pages)| first..first + u64::from(pages));
     pages.map(|page| outcome(u8::try_from(1 + page % 7).unwrap())).collect()
@@ -232,7 +233,7 @@ fn what_was_not_tried_says_so() {
     kernel.fails.insert(0, libc::ENODEV);
     let merged = merge(&mut kernel, &ranges);
     assert_eq!((merged.pages, merged.error.unwrap().raw_os_error()), (untried.clone(), Some(libc::ENODEV)));
-    // Nothing but signals, or a kernel that does nothing.
+    // The kernel does nothing, as if signals ended every call.
     let mut kernel = Kernel::of(0);
     assert_eq!(merge(&mut kernel, &ranges).pages, untried);
     // The caller stops after the first call.
@@ -276,11 +277,11 @@ fn a_call_in_which_every_page_differs_is_the_last() {
     }
 }
 
-/// The caller's request in each call: `from`, `to`, first page and number of pages.
+/// What each call asks for: `from`, `to`, the first page and the number of pages.
 type HashCalls = Vec<(u16, u16, u64, u64)>;
 
-/// A kernel that hashes at most `most` pages a call (the hash is the page's number plus one), or fails with these
-/// errors.
+/// Hashes pages with a kernel that does at most `most` per call, or fails with these errors. A hash is the page's
+/// number plus one.
 fn hash(pages: usize, most: u64, fails: &BTreeMap<usize, i32>) -> (io::Result<Vec<u64>>, HashCalls) {
     let null = File::open("/dev/null").unwrap();
     let (mut hashes, mut calls, mut tries) = (vec![0; pages], HashCalls::new(), 0);

@@ -6,8 +6,8 @@ use pagefold_procmem::os::{fault, locked};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-/// The order of restoring knobs: the reverse of setting them, with `run` first. Once ksmd is stopped the others change
-/// nothing.
+/// The order in which we restore knobs: the reverse of setting them, except that `run` is first. Once ksmd is stopped,
+/// the other knobs have no effect.
 const ORDER: [Knob; 7] = [
     Knob::Run,
     Knob::SleepMillisecs,
@@ -18,7 +18,7 @@ const ORDER: [Knob; 7] = [
     Knob::MaxPageSharing,
 ];
 
-/// The result of restoring KSM's knobs. Each changed knob is in one of the lists.
+/// The result of restoring KSM's knobs. Each knob that we had changed is in one of the lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreOutcome {
     /// Knobs that have their original value again, with that value.
@@ -26,28 +26,26 @@ pub struct RestoreOutcome {
     /// Knobs that we can't restore while pages are merged. They stay in the state file for
     /// [`super::lease::restore_deferred`].
     pub deferred: Vec<(Knob, u64)>,
-    /// Knobs that another program has changed: we leave them as they are.
+    /// Knobs that another program has changed since. We leave them as they are.
     pub overridden: Vec<Overridden>,
     /// Knobs that the kernel didn't let us restore, and why. They stay in the state file.
     pub failed: Vec<(Knob, String)>,
-    /// Knobs that we didn't restore within the time limit, because ksmd is in a scan. A thread goes on; if the process
-    /// ends first, the next start continues from the state file.
+    /// Knobs that we couldn't restore within the time limit, because ksmd is in a scan. A thread continues; if the
+    /// process ends first, the next start continues from the state file.
     pub pending: Vec<(Knob, u64)>,
 }
 
 impl RestoreOutcome {
-    /// Whether every knob has its original value, or one that another program has set.
+    /// Whether every knob has its original value again, or one that another program has set.
     pub fn is_complete(&self) -> bool {
         self.deferred.is_empty() && self.failed.is_empty() && self.pending.is_empty()
     }
 }
 
-/// Restores everything on a thread of its own, and waits for the thread at most `limit`.
-///
-/// A write to `run` blocks until the end of ksmd's batch, which never comes if a program keeps its mmap lock from ksmd;
-/// and nobody can kill a thread that is blocked there, so our process couldn't end either. So we make ksmd's next batch
-/// empty first, which never blocks, and write `run` when ksmd rests. If the process ends before that, ksmd does nothing
-/// after its batch, and the next start continues from the state file.
+/// A write to `run` blocks until the end of ksmd's batch, which may never come if a program keeps its mmap lock. Nobody
+/// can kill a thread that is blocked there, so our process couldn't end either. So we first make ksmd's next batch
+/// empty, which never blocks, and write `run` when ksmd rests. If the process ends before that, ksmd does nothing after
+/// its batch, and the next start continues from the state file.
 pub(crate) fn restore(writer: &Arc<KnobWriter>, limit: Duration) -> RestoreOutcome {
     writer.announce_end();
     let progress = RestoreOutcome { pending: to_restore(writer), ..RestoreOutcome::default() };
@@ -60,7 +58,7 @@ pub(crate) fn restore(writer: &Arc<KnobWriter>, limit: Duration) -> RestoreOutco
         let _ = done.send(());
     });
     match spawned {
-        // A disconnected channel means that the thread has ended, too.
+        // If the channel is disconnected, the thread has ended, too.
         Ok(_) => drop(wait.recv_timeout(limit)),
         Err(error) => locked(&progress).failed.push((Knob::Run, format!("cannot start a thread: {error}"))),
     }
@@ -74,7 +72,7 @@ fn restore_all(writer: &KnobWriter, progress: &Mutex<RestoreOutcome>) {
         fault::point_of("put-back", knob.file_name());
         let result = restore_one(writer, knob, value);
         fault::point_of("was-put-back", knob.file_name());
-        // If this process dies here, the next start finds the remaining knobs in the record.
+        // If this process dies here, the next start finds the remaining knobs in the state file.
         if matches!(result, KnobOutcome::Restored | KnobOutcome::Overridden(_)) {
             writer.forget(knob);
         }
@@ -90,7 +88,7 @@ fn restore_all(writer: &KnobWriter, progress: &Mutex<RestoreOutcome>) {
     writer.close();
 }
 
-/// The changed knobs in the order of restoring, each with the value it should get.
+/// The knobs that we've changed, in the order of restoring, each with the value to set.
 fn to_restore(writer: &KnobWriter) -> Vec<(Knob, u64)> {
     let changed = writer.changed();
     let mut knobs = Vec::new();
@@ -102,8 +100,8 @@ fn to_restore(writer: &KnobWriter) -> Vec<(Knob, u64)> {
     knobs
 }
 
-/// We restore `run` 2 (stopped, unmerged) as 0: writing 2 would unmerge everything saved, and either way ksmd is
-/// stopped.
+/// If `run` was 2 (stopped, all unmerged), we set 0: ksmd is stopped as well, but writing 2 would unmerge everything
+/// that we've merged.
 fn final_value(knob: Knob, original: u64) -> u64 {
     if knob == Knob::Run && original == 2 { 0 } else { original }
 }

@@ -4,16 +4,16 @@
 //!
 //! - `pages_to_scan` 4294967295 makes a batch that ends only with the scan. Between two batches ksmd sleeps until
 //!   `sleep_millisecs` *changes*; writing the same value doesn't wake it, nor does `run` 1. A sleep of 2^31 or more has
-//!   no end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
-//! - A kick written during a scan is lost: ksmd reads the new value when it goes to sleep.
-//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an
-//!   endless sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
+//!   no end. So each new value of `sleep_millisecs` is a kick, good for one scan: `full_scans` goes up by exactly one.
+//! - A kick written during a scan is lost: ksmd only looks for a change from the value that it went to sleep with.
+//! - With `run` 0 ksmd waits elsewhere in its code, where `run` 1 is the kick if anything is registered. If it had
+//!   begun an endless sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
 //! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a
 //!   batch that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
 //! - A scan resumes where the last batch ended. After paced scanning the first kick only finishes the current scan.
-//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer has been killed since).
-//!   The cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes ksmd's
-//!   mutex, and the current batch is the last.
+//! - We can't abort a kicked scan: `run` 0 waits for its end, and then takes effect even if the writer has been killed
+//!   since. The cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes
+//!   ksmd's mutex, and ksmd stops after the current batch.
 //!
 //! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
 
@@ -22,25 +22,25 @@ use super::state_file::ENDLESS_SLEEP;
 use super::{Knob, Ksm, KsmError};
 use std::time::{Duration, Instant};
 
-/// A `pages_to_scan` that no scan reaches: the batch ends with the scan.
+/// More pages than any scan has, so the batch ends only with the scan.
 pub(crate) const WHOLE_SCAN: u64 = u32::MAX as u64;
 
-/// How often we check for the end of a scan, at first and in long scans. A check takes some 10 us, with the check of
-/// the knobs.
+/// How long we wait between checks for the end of a scan, at first and in long scans. A check takes some 10 us,
+/// including the check of the knobs.
 pub(crate) const FIRST_CHECK: Duration = Duration::from_micros(500);
 const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 
-/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it doesn't count as
-/// resting, so a busy machine doesn't look like a lost kick.
+/// If ksmd rests for this long after a kick, the kick was lost. A ksmd that waits for a core isn't resting, so a busy
+/// machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
-/// The limit for a lost kick where ksmd is hidden and we only see its counters.
+/// The same limit where ksmd is hidden and we only see its counters.
 const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 
 /// After this many lost kicks we conclude that nothing is registered.
 const MAX_KICKS: u32 = 3;
 
-/// How the caller reads and sets knobs, and when its waits end.
+/// The caller's way to read and set knobs, and to end our waits.
 pub trait ScanKnobs {
     type Error: From<KsmError>;
 
@@ -61,14 +61,14 @@ pub trait ScanKnobs {
 /// One finished attempt at a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scan {
-    /// False if every kick was lost: nothing is registered.
+    /// Whether there was a scan. False if every kick was lost, because nothing is registered.
     pub done: bool,
     pub lost: u32,
-    /// The time from the first kick to the end.
+    /// The time from the first kick to the end of the scan.
     pub took: Duration,
 }
 
-/// Kicks ksmd, waits for the end of the scan and until ksmd rests.
+/// Kicks ksmd, and waits until the scan has ended and ksmd rests.
 pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K::Error> {
     let began = Instant::now();
     let mut before = knobs.ksm().full_scans()?;
@@ -84,7 +84,7 @@ pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K
         knobs.check()?;
         let scans = knobs.ksm().full_scans()?;
         if scans > before {
-            // The count goes up within the batch. A kick before ksmd sleeps would be lost.
+            // ksmd counts the scan before its batch ends. If we kicked before it sleeps, that kick would be lost.
             wait_for_rest(knobs, ksmd)?;
             return Ok(Scan { done: true, lost, took: began.elapsed() });
         }
@@ -119,7 +119,7 @@ pub(crate) fn wait_for_rest<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Res
     }
 }
 
-/// An endless sleep other than the one in force: a kick.
+/// An endless sleep that differs from the present value, so writing it is a kick.
 pub(crate) fn fresh_sleep<K: ScanKnobs>(knobs: &K) -> Result<u64, K::Error> {
     Ok(match knobs.value(Knob::SleepMillisecs)? {
         Some(now) if (ENDLESS_SLEEP..u64::from(u32::MAX)).contains(&now) => now + 1,
@@ -143,7 +143,7 @@ fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> R
     })
 }
 
-/// For how long ksmd has rested with its counter unchanged.
+/// Measures how long ksmd has rested with its counter unchanged.
 #[derive(Default)]
 struct Quiet {
     since: Option<(Instant, u64)>,

@@ -1,4 +1,4 @@
-//! The record that outlives a crash: the original values of KSM's knobs, and the values that we set them to.
+//! The file that survives a crash: it has the original values of KSM's knobs, and the values that we set.
 //!
 //! The file is on disk before we set the first knob, and we remove it when the last one is restored. We replace it as a
 //! whole (write a new file, sync and rename it), so a reader sees either the old text or the new one.
@@ -23,7 +23,7 @@ pub const ENDLESS_SLEEP: u64 = 1 << 31;
 /// Why we couldn't read or write the file.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// The text isn't in the format of the file.
+    /// The text isn't in our format.
     #[error("{} is malformed ({what}); set the knobs by hand and remove this file", path.display())]
     Malformed { path: PathBuf, what: String },
     #[error("not permitted to access {}", path.display())]
@@ -42,7 +42,7 @@ impl StateError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     pub pid: i32,
-    /// The process's start time, to tell it from a later process with the same pid.
+    /// The process's start time, which a later process with the same pid doesn't share.
     pub start_time_ticks: u64,
 }
 
@@ -53,7 +53,7 @@ impl Holder {
         Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
     }
 
-    /// Whether the process is alive. After an error we can't tell.
+    /// Whether the process is alive. An error means that we can't tell.
     pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
         let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
         match stat {
@@ -67,12 +67,12 @@ impl Holder {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     schema: String,
-    /// The boot during which we set the knobs: after another boot they have the kernel's values again.
+    /// The boot during which we set the knobs. After another boot the knobs have the kernel's values again.
     pub boot_id: String,
     /// The process that set the knobs. `None` once all but the deferred ones are restored.
     pub holder: Option<Holder>,
     pub original: BTreeMap<Knob, u64>,
-    /// The knobs that were set, each with the values that it may have if no other program has changed it.
+    /// The knobs that we've set, each with the values that it can have if no other program has changed it.
     pub turned: BTreeMap<Knob, Vec<u64>>,
 }
 
@@ -107,7 +107,7 @@ impl State {
 
     pub fn save(&self, path: &Path) -> Result<(), StateError> {
         self.replace(path).map_err(|error| {
-            // Half a file would take space on a disk that is full.
+            // On a full disk, we free the space of a half-written file.
             let _ = std::fs::remove_file(new_path(path));
             StateError::from_io(path, error)
         })
@@ -141,36 +141,37 @@ impl State {
         }
     }
 
-    /// Removes the new file of a process that died while it wrote it. Only for the holder of the lock.
+    /// Removes a half-written new file that a dead process has left. Only for the holder of the lock.
     pub fn sweep(path: &Path) {
         let _ = std::fs::remove_file(new_path(path));
     }
 
-    /// Records that `knob` is about to be changed `from` one value `to` another. True if the file must be saved first.
+    /// Records that we're about to change `knob` from one value to another. Returns true if the caller must save the
+    /// file first.
     pub fn note(&mut self, knob: Knob, from: u64, to: u64) -> bool {
         let known = self.turned.contains_key(&knob);
         let values = self.turned.entry(knob).or_default();
         if known && (is_signature(knob, to) || values.contains(&to)) {
             return false;
         }
-        // We keep the present value: a crash may come before the write.
+        // We keep the present value, because we may crash before the write.
         values.retain(|&value| known && value == from);
         values.push(to);
         true
     }
 
-    /// Whether this record explains that `knob` has this value.
+    /// Whether `knob` has this value because of us, going by this record.
     pub fn is_ours(&self, knob: Knob, value: u64) -> bool {
         self.turned.get(&knob).is_some_and(|values| values.contains(&value) || is_signature(knob, value))
     }
 }
 
-/// The file that we write before it replaces the last one.
+/// The name under which we write a new file before it replaces the old one.
 fn new_path(path: &Path) -> PathBuf {
     path.with_extension("json.new")
 }
 
-/// Values that kicks write by the hundred and no other program would choose: we don't record them one by one.
+/// Values that no other program would choose. Kicks write them by the hundred, so we don't record each one.
 fn is_signature(knob: Knob, value: u64) -> bool {
     match knob {
         Knob::SleepMillisecs => value >= ENDLESS_SLEEP,

@@ -1,6 +1,4 @@
-//! How ksmd behaves on the running kernel, and control of KSM from taking it over to giving it back.
-//!
-//! Each test takes KSM for a second or two and leaves it at rest. We mark only processes that the tests start.
+//! Tests how ksmd behaves on the running kernel, and our control of KSM from taking it over to giving it back.
 
 use pagefold_engine::host::ScanOrder;
 use pagefold_ksm::KnobError;
@@ -22,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const WHOLE_SCAN: u64 = u32::MAX as u64;
 const ENDLESS: u64 = 1 << 31;
 
-/// KSM, and files for a lease of the test's own.
+/// KSM, and lock and state file for the test's own leases.
 struct Fixture {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
@@ -59,7 +57,7 @@ impl Fixture {
         self.ksm.full_scans().unwrap()
     }
 
-    /// Lets ksmd react, then waits until it rests.
+    /// Gives ksmd time to react, then waits until it rests.
     fn settle(&self) {
         let end = Instant::now() + LIMIT;
         loop {
@@ -71,7 +69,7 @@ impl Fixture {
         }
     }
 
-    /// Full scans that `action` brings about.
+    /// How many full scans `action` causes.
     fn scans_by(&self, action: impl FnOnce()) -> u64 {
         let before = self.scans();
         action();
@@ -102,7 +100,7 @@ fn order(controller: &KsmdController, order: ScanOrder) {
     assert!(controller.wait_idle(LIMIT));
 }
 
-/// Every knob is restored, or can't be while pages are merged.
+/// Checks that every knob is restored, or can't be while pages are merged.
 #[track_caller]
 fn assert_restored(restored: &RestoreOutcome) {
     let RestoreOutcome { overridden, failed, pending, .. } = restored;
@@ -137,7 +135,7 @@ fn ksmd_behaves_as_the_controller_assumes() {
                 assert!(Instant::now() < end);
             }
             kick();
-            // On a busy machine the scan may have ended before.
+            // On a busy machine the scan may already have ended.
             is_during_scan = fixture.scans() == before;
         });
         if is_during_scan {
@@ -146,7 +144,7 @@ fn ksmd_behaves_as_the_controller_assumes() {
         }
     }
 
-    // Paced scanning stops at an empty batch; the next kick completes the scan that was begun.
+    // Paced scanning stops at an empty batch. The next kick completes the scan that it had begun.
     fixture.write(Knob::PagesToScan, 300);
     fixture.write(Knob::SleepMillisecs, 5);
     std::thread::sleep(Duration::from_millis(60));
@@ -157,7 +155,7 @@ fn ksmd_behaves_as_the_controller_assumes() {
     fixture.assert_ksmd_idle();
     assert_eq!(fixture.ksm.pages_scanned().unwrap(), paced);
 
-    // run 0 during an endless sleep: run 1 doesn't end the sleep, a new one does.
+    // After run 0 during an endless sleep, run 1 doesn't end the sleep, but a new sleep does.
     fixture.write(Knob::PagesToScan, WHOLE_SCAN);
     kick();
     fixture.settle();
@@ -186,9 +184,9 @@ fn run_0_takes_effect_even_if_its_writer_is_killed_while_it_waits() {
     fixture.write(Knob::SleepMillisecs, ENDLESS);
     fixture.write(Knob::Run, 1);
     fixture.settle();
-    // On a busy machine the scan can end before the writer begins to wait.
+    // We repeat this, because on a busy machine the scan can end before the writer begins to wait.
     for attempt in 1..=20 {
-        // On this many pages, ksmd's second visit takes a good while.
+        // With this many pages, ksmd's second visit takes long enough.
         fixture.write(Knob::SleepMillisecs, ENDLESS + attempt);
         std::thread::sleep(Duration::from_millis(10));
         let scans = fixture.scans();
@@ -251,7 +249,7 @@ fn a_lease_merges_rests_and_restores() {
     let after = fixture.ksm.knobs().unwrap();
     assert_eq!((after.run, after.pages_to_scan, after.sleep_millisecs), (0, 100, 20));
 
-    // A second lease keeps the original value.
+    // A second lease still knows the original value.
     let lease = fixture.take_lease().unwrap();
     assert_eq!(lease.restore(LIMIT).deferred, [(Knob::MaxPageSharing, 256)]);
     drop(victim);
@@ -310,7 +308,7 @@ fn restoring_during_a_scan_returns_within_its_limit_and_is_completed() {
     let waited = began.elapsed();
     println!("restore within 5 ms returned after {} us, pending {:?}", waited.as_micros(), restored.pending);
     assert!(restored.pending.contains(&(Knob::Run, 0)), "{restored:?}");
-    // The lock is held until the last knob is restored.
+    // The thread keeps the lock until the last knob is restored.
     wait_until("the lock is released", || Lock::try_take(&fixture.paths.lock).is_ok());
     println!("everything was back after {} ms", began.elapsed().as_millis());
     let knobs = fixture.ksm.knobs().unwrap();

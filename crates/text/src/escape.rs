@@ -1,5 +1,5 @@
-//! Others choose the names of programs, files and cgroups. We turn them into text that a terminal doesn't take for
-//! commands.
+//! Anybody can choose the names of programs, files and cgroups. We make them safe to print, so that a terminal doesn't
+//! obey them.
 
 /// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
 pub fn printable(text: &[u8]) -> String {
@@ -14,7 +14,7 @@ pub fn printable(text: &[u8]) -> String {
     safe
 }
 
-/// A printable text as one word of a shell's command line.
+/// Quotes a printable text as one word of a shell's command line.
 pub fn shell_word(text: &str) -> String {
     if text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./:@%+=,".contains(&byte)) {
         return text.to_owned();
@@ -22,8 +22,8 @@ pub fn shell_word(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
 }
 
-/// Whether a terminal may obey a character, or show its line as another one: control characters (C0, DEL and C1), and
-/// characters that are invisible or change the direction of text.
+/// Whether a terminal may obey a character, or show its line differently because of it: control characters (C0, DEL and
+/// C1), and characters that are invisible or change the direction of text.
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
         || matches!(

@@ -1,6 +1,4 @@
-//! Exit codes, and errors that carry one.
-//!
-//! A failure is one line on standard error: `pagefold: what failed and why; what to do`.
+//! We report a failure in one line on standard error: `pagefold: what failed and why; what to do`.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Large counts, times and wrapped text for people.
+//! Prints large counts and times, and wraps text.
 
 /// A count with thousands separators: `1,204`.
 pub fn thousands(number: u64) -> String {
@@ -27,7 +27,7 @@ pub fn time(seconds: f64) -> String {
     }
 }
 
-/// A time in two units, or in one if nothing is left for the other.
+/// A time in two units, or in one if the smaller part is 0.
 fn pair(large: u64, unit: &str, small: u64, part: &str) -> String {
     if small == 0 { format!("{large} {unit}") } else { format!("{large} {unit} {small} {part}") }
 }

@@ -8,7 +8,7 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The whole page: its title, its style sheet and its body.
+/// The whole page, from its title, style sheet and body.
 pub fn page(title: &str, style: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -21,7 +21,7 @@ pub fn page(title: &str, style: &str, body: &str) -> String {
     )
 }
 
-/// Escapes a text: programs, files and cgroups can have any name.
+/// Escapes a text, since programs, files and cgroups can have any name.
 pub fn escape(text: &str) -> String {
     let text = printable(text.as_bytes());
     let mut safe = String::with_capacity(text.len());
@@ -38,10 +38,10 @@ pub fn escape(text: &str) -> String {
     safe
 }
 
-/// Writes a page to a file, which may be there already.
+/// Writes a page to a new or existing file.
 ///
 /// # Errors
-/// We can't write it, or it's a link, which another user may have put there.
+/// We can't write the file, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> io::Result<()> {
     let mut file = regular::open(path, OpenOptions::new().write(true).create(true).truncate(false))?;
     file.set_len(0)?;

@@ -1,12 +1,12 @@
-//! Text for people and browsers, whatever the names in it contain. This crate knows nothing of pagefold or of other
+//! Text for people and browsers, safe whatever names it contains. This crate knows nothing of pagefold or of other
 //! processes.
 //!
 //! | text | module |
 //! | --- | --- |
-//! | names that others have chosen, fit to print | [`escape`] |
+//! | names that others have chosen, made safe to print | [`escape`] |
 //! | sizes, shares, times, counts; wrapped text | [`style`], [`figures`] |
 //! | tables, colour, progress | [`table`], [`style`], [`progress`] |
-//! | standard error, which never delays a daemon; queues for readers that may not read | [`messages`], [`sink`] |
+//! | standard error that never delays a daemon; queues for readers that may not read | [`messages`], [`sink`] |
 //! | web pages: the frame, escaping, and writing them | [`html`] |
 //! | opening a file that's really a regular file | [`regular`] |
 //! | exit codes, and errors of one line; parsing a command line | [`exit`], `program`, `usage` |

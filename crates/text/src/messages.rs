@@ -1,8 +1,7 @@
-//! Standard error: messages of one line, and the progress line.
+//! Writes to standard error: messages of one line, and the progress line.
 //!
-//! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a terminal
-//! that was stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody
-//! reads again.
+//! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a stopped
+//! terminal would block it. So it queues them ([`Sink`]), and once somebody reads again, it says how many were lost.
 
 use crate::escape::printable;
 use crate::sink::{Next, Sink};
@@ -11,7 +10,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 const ROOM: usize = 1 << 20;
-/// How long we wait at the end for messages that nobody has read.
+/// How long we wait, when the program ends, for somebody to read the remaining messages.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -22,8 +21,8 @@ struct Messages {
 
 static MESSAGES: OnceLock<Messages> = OnceLock::new();
 
-/// From now on no message waits for a reader, not even a panic's. Messages are queued until [`start`], since we mustn't
-/// start a thread before we give up rights.
+/// From now on no message waits for a reader, not even a panic's. Messages are queued until [`start`]: we mustn't start
+/// a thread before we've given up rights.
 pub fn never_wait(program: &'static str) {
     if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
         std::panic::set_hook(Box::new(move |panic| {
@@ -34,10 +33,7 @@ pub fn never_wait(program: &'static str) {
     }
 }
 
-/// Starts the thread that writes queued messages, if we queue them.
-///
-/// # Errors
-/// The thread can't be started.
+/// Starts the thread that writes queued messages, if [`never_wait`] was called.
 pub fn start() -> io::Result<()> {
     let Some(Messages { program, queue }) = MESSAGES.get() else { return Ok(()) };
     queue.start("messages", move |next| match next {
@@ -49,20 +45,20 @@ pub fn start() -> io::Result<()> {
 /// Waits a moment until the messages are read.
 pub fn flush() {
     if let Some(Messages { queue, .. }) = MESSAGES.get() {
-        // If the run was refused, the thread hasn't been started yet. If it can't be started, there's nobody to wait
-        // for.
+        // If the run was refused early, the thread hasn't been started yet. If we can't start it, there's nothing to
+        // wait for.
         if start().is_ok() {
             queue.flush(END_LIMIT);
         }
     }
 }
 
-/// Writes a message: one line, whatever it contains.
+/// Writes a message as one line, whatever it contains.
 pub fn complain(program: &str, message: &str) {
     write(format!("{program}: {}\n", printable(message.as_bytes())));
 }
 
-/// Writes a line of a daemon's log, of this rank, in the place of a progress line.
+/// Writes a line of a daemon's log. `rank` is its prefix for journald. Replaces the progress line on a terminal.
 pub fn log(rank: &str, line: &str) {
     let Some(Messages { program, .. }) = MESSAGES.get() else { return };
     let clear = if stderr().is_terminal() { "\r\x1b[K" } else { "" };
@@ -79,14 +75,14 @@ pub(crate) fn write(text: String) {
     }
 }
 
-/// Writes a text that the next one replaces. We leave it out while another one is waiting.
+/// Writes a text that the next one replaces. Drops it if another message is still waiting.
 pub(crate) fn write_if_idle(text: String) {
     if MESSAGES.get().is_none_or(|messages| messages.queue.is_idle()) {
         write(text);
     }
 }
 
-/// We ignore errors: the reader may be gone, and nothing depends on it.
+/// Ignores errors, because the reader may be gone and nothing depends on the message.
 fn print(text: &str) {
     let _ = stderr().write_all(text.as_bytes());
 }

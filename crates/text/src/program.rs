@@ -7,10 +7,8 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use std::process::ExitCode;
 
-/// Parses the command line.
-///
-/// # Errors
-/// The exit code, after we've printed help, version or a usage error. A usage error is one line on standard error.
+/// The exit code, after we've printed the help, the version or a usage error. A usage error is one line on standard
+/// error.
 pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
         use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};

@@ -11,7 +11,7 @@ const BAR: usize = 24;
 
 const INTERVAL: Duration = Duration::from_millis(120);
 
-/// A line on standard error that we rewrite in place. Hidden where standard error isn't a terminal.
+/// A line on standard error that we rewrite in place. We show nothing if standard error isn't a terminal.
 #[derive(Debug)]
 pub struct Progress {
     hidden: bool,
@@ -34,8 +34,8 @@ impl Progress {
         self.hidden
     }
 
-    /// Shows a message, a bar if we know the completed share (0 to 1), and the time elapsed; not more often than
-    /// [`INTERVAL`].
+    /// Shows a message, a bar if we know which share is done (0 to 1), and the time elapsed. Does nothing if the last
+    /// call was less than [`INTERVAL`] ago.
     pub fn show(&self, message: &str, share: Option<f64>) {
         let mut drawn = self.drawn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.hidden || drawn.is_some_and(|drawn| drawn.elapsed() < INTERVAL) {
@@ -48,7 +48,7 @@ impl Progress {
         messages::write_if_idle(format!("\r\x1b[K{bar}{message}  \x1b[2m{time}\x1b[0m"));
     }
 
-    /// Prints a line above the progress line, unless that is hidden.
+    /// Prints a line above the progress line. Prints nothing if that is hidden.
     pub fn println(&self, line: &str) {
         if !self.hidden {
             self.clear();

@@ -1,14 +1,11 @@
-//! Opening a regular file, whatever another user may have put in its place.
+//! Opens a regular file, and refuses anything else that another user may have put in its place.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a regular file. Doesn't follow links, and doesn't wait for the partner of a pipe.
-///
-/// # Errors
-/// We can't open it, or it's not a regular file.
+/// Opens a regular file. Doesn't follow links, and doesn't block if it's a pipe without a writer.
 pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = options.custom_flags(flags).open(path).map_err(|error| match error.raw_os_error() {

@@ -1,7 +1,7 @@
-//! A queue in front of something that may stop taking more: a pipe that nobody reads, a disk that doesn't answer.
+//! A queue in front of a reader that may stop reading, like a pipe that nobody reads or a disk that doesn't answer.
 //!
-//! One thread writes, and nobody else waits for it. Once the queue is full we lose new items, until the thread has
-//! caught up; then we tell it how many they were, so that the gap shows where it is.
+//! One thread writes, and nobody else waits for it. Once the queue is full we drop new items until the thread has
+//! caught up. Then we tell the thread how many we dropped, so that it can show the gap in the right place.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// The thread's next piece of work.
+/// What the thread has to write next.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next<T> {
     Item(T),
@@ -17,7 +17,7 @@ pub enum Next<T> {
     Gap(u64),
 }
 
-/// The queue. Its thread ends when this is dropped and everything is written.
+/// The queue. After we drop this, its thread ends as soon as everything is written.
 #[derive(Debug)]
 pub struct Sink<T> {
     shared: Arc<Shared<T>>,
@@ -43,7 +43,7 @@ struct Queue<T> {
 }
 
 impl<T: Send + 'static> Sink<T> {
-    /// An empty queue for this many bytes. Items wait until a thread is started.
+    /// An empty queue with room for this many bytes. Items wait until a thread is started.
     pub fn new(room: usize) -> Self {
         let queue =
             Queue { items: VecDeque::new(), bytes: 0, lost: 0, is_writing: false, has_thread: false, is_closed: false };
@@ -65,10 +65,10 @@ impl<T: Send + 'static> Sink<T> {
         }
     }
 
-    /// Adds an item. Returns false if there's no room and so it's lost. For an item of no size there's always room.
+    /// Adds an item. Returns false if we dropped it because there's no room. There's always room for an item of size 0.
     pub fn put(&self, item: T, bytes: usize) -> bool {
         let mut queue = self.shared.lock();
-        // After a loss we lose everything until the thread has caught up, so that the gap is in one place.
+        // After a loss we drop everything until the thread has caught up, so that the gap is in one place.
         if bytes > 0 && (queue.lost > 0 || queue.bytes + bytes > self.room) {
             queue.lost += 1;
             return false;
@@ -79,7 +79,7 @@ impl<T: Send + 'static> Sink<T> {
         true
     }
 
-    /// Waits until everything is written, for at most `limit`. Returns how many items are still unwritten.
+    /// Waits at most `limit` until everything is written. Returns how many items are still unwritten.
     pub fn flush(&self, limit: Duration) -> usize {
         let wait = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, |queue| !queue.is_idle());
         wait.unwrap_or_else(PoisonError::into_inner).0.unwritten()
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc::{Receiver, channel};
 
-    /// A sink whose thread waits for a permit before each write, and the items that it has written.
+    /// A sink whose thread waits for a permit before each write, and a channel of the items that it has written.
     fn slow(room: usize) -> (Sink<u32>, std::sync::mpsc::Sender<()>, Receiver<Next<u32>>) {
         let (permit, permits) = channel();
         let (written, writes) = channel();

@@ -1,7 +1,7 @@
 //! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
 //!
-//! Others choose the names of programs, files and cgroups. So [`print()`], [`json`] or
-//! [`complain`](crate::messages::complain) write all text: they let no character through that a terminal may obey.
+//! Anybody can choose the names of programs, files and cgroups. So all output goes through [`print()`], [`json`] or
+//! [`complain`](crate::messages::complain), which escape every character that a terminal may obey.
 
 use crate::escape::is_unsafe;
 use crate::figures::wrap;
@@ -50,7 +50,7 @@ impl Style {
         self.wrap("32", text)
     }
 
-    /// For figures to compare with.
+    /// For the figures that we compare with.
     pub fn other(self, text: &str) -> String {
         self.wrap("33", text)
     }
@@ -70,7 +70,7 @@ pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
     let mut unit = 0;
-    // 1023.5 KiB would print as 1024.
+    // From 999.5 on, the value would be rounded to four digits.
     while value >= 999.5 && unit + 1 < UNITS.len() {
         value /= 1024.0;
         unit += 1;
@@ -79,7 +79,7 @@ pub fn human(bytes: u64) -> String {
     format!("{} {}", number.trim_end_matches(".0"), UNITS[unit])
 }
 
-/// A share: `34 %`, `1.2 %` below ten per cent, `<0.1 %` below a thousandth.
+/// A share: `34 %`, `1.2 %` below 10 %, `<0.1 %` below 0.1 %.
 pub fn percent(part: f64, whole: f64) -> String {
     let share = if whole > 0.0 { 100.0 * part / whole } else { 0.0 };
     match share {
@@ -128,12 +128,12 @@ pub fn print(text: &str) -> io::Result<()> {
     print_on(text).map(drop)
 }
 
-/// Like [`print()`], for output that doesn't end by itself: whether it's still read.
+/// Like [`print()`], for output without an end. Returns whether anybody still reads it.
 pub fn print_on(text: &str) -> io::Result<bool> {
     was_read(write(&visible(text, io::stdout().is_terminal())))
 }
 
-/// Like [`print()`], at the end of a daemon: a reader that doesn't read delays it by `limit` at most.
+/// Like [`print()`], at the end of a daemon: waits at most `limit` for the reader.
 ///
 /// # Errors
 /// Also if nobody has read it in time.
@@ -162,7 +162,7 @@ pub fn json_line(value: &impl Serialize) -> serde_json::Result<String> {
     Ok(visible_json(&serde_json::to_string(value)?) + "\n")
 }
 
-/// Escapes characters that a terminal may obey in the text of a JSON value, which can only have them in strings.
+/// Escapes characters that a terminal may obey in a JSON text. They can only be in its strings.
 pub fn visible_json(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for character in text.chars() {
@@ -177,7 +177,7 @@ pub fn visible_json(text: &str) -> String {
     safe
 }
 
-/// Escapes the characters that [`print()`] doesn't let pass.
+/// Escapes characters that a terminal may obey, except line ends and, with `coloured`, the codes of [`Style`].
 fn visible(text: &str, coloured: bool) -> String {
     let mut safe = String::with_capacity(text.len());
     for (at, character) in text.char_indices() {
@@ -210,7 +210,7 @@ fn was_read(written: io::Result<()>) -> io::Result<bool> {
     }
 }
 
-/// Text that grows by lines.
+/// Text that we build line by line.
 pub trait Lines {
     /// Appends a line, without trailing spaces.
     fn line(&mut self, line: impl AsRef<str>);

@@ -5,7 +5,7 @@ use crate::style::shorten;
 use std::fmt;
 use unicode_width::UnicodeWidthChar;
 
-/// A cell has at most this many columns: about as many as names of pods and units have.
+/// How many columns a cell has at most: about as many as long names of pods and units need.
 const CELL_WIDTH: usize = 64;
 
 /// A table whose columns are as wide as their widest cell, two spaces apart. Cells may contain colour codes.
@@ -51,7 +51,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// A text as a cell shows it: short, and without anything that looks like the space between columns.
+/// Makes a text fit for a cell: short, and without anything that looks like the space between columns.
 pub fn cell(text: &str) -> String {
     let has_colour = text.contains('\x1b');
     let text = spaced(&if has_colour { text.to_owned() } else { printable(text.as_bytes()) });
@@ -63,12 +63,12 @@ pub fn spaced(text: &str) -> String {
     text.split(is_blank).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
-/// Whether a character is shown as nothing but space: white space, and letters that fill a place.
+/// Whether a character looks like a space: white space, and fillers like U+3164.
 fn is_blank(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\u{115f}' | '\u{1160}' | '\u{2800}' | '\u{3164}' | '\u{ffa0}')
 }
 
-/// Columns of a terminal that a text takes, without the colour codes `ESC [ ... m`.
+/// How many columns of a terminal a text takes, not counting the colour codes `ESC [ ... m`.
 fn width(text: &str) -> usize {
     let mut shown = 0;
     let mut code = false;
@@ -96,7 +96,7 @@ mod tests {
         table.add_row(["\u{754c}".repeat(40), "3".to_owned()]);
         table.add_row([format!("e{}\u{202e}", "\u{301}".repeat(400)), "4".to_owned()]);
         let text = table.to_string();
-        // A terminal shows each line as wide as the others.
+        // All lines are equally wide on a terminal.
         assert!(text.lines().skip(1).all(|line| line.width() == 64 + 2 + 4), "{text}");
         let lines: Vec<&str> = text.lines().map(|line| line.split("  ").next().unwrap()).collect();
         assert_eq!(lines[1], "web 7 GiB x");

@@ -1,19 +1,19 @@
-//! Usage errors: one line with the problem, and the command line that would have worked.
+//! Usage errors: one line with the problem and a command line that would have worked.
 //!
-//! We replace the wrong word by the nearest right one and parse again. We only show a line that parses.
+//! We replace the wrong word by the nearest right one and parse again. We only suggest a line that parses.
 
 use crate::escape::shell_word;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error, Parser};
 
-/// How many words of a command line we replace.
+/// How many words of a command line we replace, at most.
 const MENDS_MOST: usize = 4;
-/// How many command lines we try with each word.
+/// How many candidate command lines we keep after each round of replacing words.
 const LINES_MOST: usize = 16;
-/// We never guess these: they widen what may be merged.
+/// We never suggest these, because they widen the set of processes that may be merged.
 const NEVER_GUESSED: [&str; 4] = ["--all", "--allow", "--override-opt-out", "include"];
 
-/// Flags and commands that people expect, with ours.
+/// Flags and commands that people expect, with the ones that we have.
 const SYNONYMS: &[(&str, &str)] = &[
     ("--comm", "--exe"),
     ("--docker", "--container"),
@@ -47,12 +47,12 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("watch", "top"),
 ];
 
-/// The line about a usage error. `words` is the command line, with the program's name.
+/// The line that we print for a usage error. `words` is the command line, with the program's name.
 pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     let text = error.render().to_string();
     let problem = text.split("\n\n").next().unwrap_or_default();
     let problem = problem.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
-    // Some parsers of values know a better line.
+    // Some of our value parsers suggest something better themselves.
     if problem.contains("; try ") {
         return problem;
     }
@@ -64,7 +64,7 @@ pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     }
 }
 
-/// A subcommand, with the words that lead to it.
+/// A subcommand, with the words that name it.
 struct Leaf {
     path: String,
     command: Command,
@@ -104,7 +104,7 @@ fn shown<Cli: Parser>(words: &[String]) -> String {
     line
 }
 
-/// Command lines that differ by one word from a wrong one, the likeliest first.
+/// Command lines that replace one word of a wrong one, the most likely first.
 fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
     let mut guesses = Vec::new();
     let wrong = match error.kind() {
@@ -112,7 +112,7 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
         _ => context(error, ContextKind::InvalidArg),
     };
     let Some(argument) = wrong.into_iter().next() else { return guesses };
-    // The flag in "--pid <PID>".
+    // clap names the flag together with its value: "--pid <PID>".
     let wrong = argument.split(' ').next().unwrap_or_default();
     match error.kind() {
         ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => {
@@ -139,7 +139,7 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
             let Some(value) = context(error, ContextKind::InvalidValue).into_iter().next() else { return guesses };
             let is_number = value.parse::<f64>().is_ok();
             match wrong {
-                // Only if it's the whole value, not one of several pids.
+                // We only guess a name if this is the whole value, not one of several pids.
                 "--pid" if !is_number && (words.contains(&value) || words.contains(&format!("--pid={value}"))) => {
                     guesses.extend(replaced(words, "--pid", "--exe"));
                 }
@@ -161,15 +161,14 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
     guesses
 }
 
-/// Whether one word is likely the other one with a typing error, not one with another meaning: they begin alike and
-/// are about as long.
+/// Whether a word is probably a misspelling of the other, not another word: they begin alike and are about as long.
 fn is_misspelt(wrong: &str, right: &str) -> bool {
     let begins = |word: &str| word.trim_start_matches('-').to_lowercase().chars().take(2).collect::<String>();
     begins(wrong) == begins(right) && wrong.len().abs_diff(right.len()) <= 2 && !NEVER_GUESSED.contains(&right)
 }
 
-/// The command lines with the first occurrence of this word replaced, and with all. The word may have a value after an
-/// equals sign.
+/// Two command lines: one with the first occurrence of a word replaced, one with all. The word may have a value after
+/// an equals sign.
 fn replaced(words: &[String], from: &str, to: &str) -> Vec<Vec<String>> {
     let mut first: Option<Vec<String>> = None;
     let mut all = words.to_vec();
@@ -184,12 +183,13 @@ fn replaced(words: &[String], from: &str, to: &str) -> Vec<Vec<String>> {
     if first == all { vec![all] } else { vec![first, all] }
 }
 
-/// Whether it's a flag like "-exe".
+/// Whether a word looks like "-exe", a long flag with one dash.
 fn is_long_with_one_dash(word: &str) -> bool {
     word.len() > 2 && word.starts_with('-') && !word.starts_with("--")
 }
 
-/// An example of the command, from its help, that has whatever the command line lacks.
+/// The first example in the command's help that has the flag whose value is invalid. If an argument is missing: the
+/// first example.
 fn example(error: &Error, command: &Command) -> Option<String> {
     let lacking = match error.kind() {
         ErrorKind::MissingRequiredArgument => String::new(),
@@ -208,7 +208,7 @@ fn example(error: &Error, command: &Command) -> Option<String> {
     None
 }
 
-/// The strings that an error has about something.
+/// The strings of this kind that clap attached to an error.
 fn context(error: &Error, kind: ContextKind) -> Vec<String> {
     match error.get(kind) {
         Some(ContextValue::String(text)) => vec![text.clone()],
