@@ -1,8 +1,6 @@
-//! Finds the programs that the tests start.
-//!
-//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So we
-//! build the workspace's binaries on demand, once in each test process, with the profile of the running test. We build
-//! all of them: for a selection of packages Cargo would build the dependencies again, with other features.
+//! Cargo gives a test the paths of its own package's binaries only, and `cargo test --test NAME` builds no others. So
+//! we build the workspace's binaries on demand, once per test process, with the profile of the running test. We build
+//! all of them: if we selected packages, Cargo would build their dependencies again with other features.
 
 use crate::pagefold::output_of;
 use std::fs::{self, Permissions};
@@ -23,7 +21,7 @@ pub fn victim_binary(name: &str) -> PathBuf {
     binary(env!("CARGO_PKG_NAME"), name)
 }
 
-/// A copy of a program, by another name, that every user may run. Dereferences to its path; removed when dropped.
+/// A copy of a program under another name, which every user may run. Dereferences to its path; removed when dropped.
 pub struct ProgramCopy {
     _dir: tempfile::TempDir,
     path: PathBuf,
@@ -33,14 +31,14 @@ impl ProgramCopy {
     pub fn of(program: &Path, name: &str) -> Self {
         let dir = tempfile::tempdir_in("/tmp").unwrap();
         let path = dir.path().join(name);
-        // We let another process copy the file: if another test forks while we have the file open for writing, the
-        // child keeps it busy.
+        // Another process copies the file. If we had it open for writing when another test forks, the child would keep
+        // it busy.
         output_of(Command::new("cp").arg(program).arg(&path));
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         Self { _dir: dir, path }
     }
 
-    /// `pagefold` by a name that no other program has.
+    /// A copy of `pagefold` under a name that no other program has.
     pub fn unique() -> Self {
         Self::of(program(), &format!("pagefold-test-{}", std::process::id()))
     }
@@ -62,11 +60,11 @@ impl Deref for ProgramCopy {
 /// A binary of a package in this workspace.
 pub fn binary(package: &'static str, name: &str) -> PathBuf {
     static BUILT: Once = Once::new();
-    // In an emulated machine the programs are in this directory.
+    // In an emulated machine this variable names the directory of the programs.
     if let Some(dir) = std::env::var_os("PAGEFOLD_PROGRAMS") {
         return Path::new(&dir).join(name);
     }
-    // Cargo has built the binaries of the test's own package.
+    // Cargo has already built the binaries of the test's own package.
     if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
         BUILT.call_once(build);
     }
@@ -81,7 +79,7 @@ fn build() {
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        // We use the same arguments as the Makefile, so that Cargo builds nothing again.
+        // We use the Makefile's arguments, so that Cargo builds nothing again.
         .args(["build", "--quiet", "--locked", "--workspace", "--features", "live", "--bins"])
         .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))

@@ -1,4 +1,4 @@
-//! A browser that opens the pages of reports.
+//! Opens the pages of reports in a browser.
 
 use crate::skip::skip;
 use std::fs;
@@ -26,18 +26,18 @@ impl Browser {
         let profile = format!("--user-data-dir={}", self.dir.path().join("profile").display());
         let mut command = Command::new("timeout");
         command.args(["60", "chromium", "--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]);
-        // Root has no sandbox. The browser has no network either, and a page mustn't need one.
+        // Root can't use the sandbox. We also cut the network off, because a page mustn't need one.
         command.args(["--no-sandbox", "--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", &profile]);
         let output =
             command.args(more).arg(format!("file://{}", page.display())).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{said}");
-        // The console has a message for everything that a page's policy refuses, and for errors in the page.
+        // The console has messages for everything that a page's policy refuses, and for errors in the page.
         assert!(!said.contains("CONSOLE"), "{said}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The page as the browser understands it.
+    /// Returns the page as the browser understands it.
     #[track_caller]
     pub fn document(&self, page: &Path) -> String {
         let document = self.open(page, &["--dump-dom"]);
@@ -48,7 +48,7 @@ impl Browser {
         document
     }
 
-    /// A picture for each width and colour scheme, kept in PAGEFOLD_PAGES_KEEP if that is set.
+    /// Takes a picture for each width and colour scheme. Keeps them in PAGEFOLD_PAGES_KEEP if that is set.
     #[track_caller]
     pub fn pictures(&self, page: &Path) {
         let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
@@ -61,7 +61,7 @@ impl Browser {
             let size = format!("--window-size={width},2200");
             let shot = format!("--screenshot={}", file.display());
             self.open(page, &[&size, &scheme, &shot]);
-            // An empty page of one colour takes a few kilobytes.
+            // A picture of an empty page takes only a few kilobytes.
             assert!(fs::metadata(&file).unwrap().len() > 30_000, "{}", file.display());
         }
     }

@@ -17,7 +17,7 @@ pub fn start_in(command: &mut Command, group: &Path) {
     unsafe { command.pre_exec(move || members.write_all(b"0")) };
 }
 
-/// A control group. Thawed, emptied into the root group and removed when dropped.
+/// A control group. When we drop it, we thaw it, move its members to the root group and remove it.
 pub struct Cgroup {
     pub path: PathBuf,
     root: PathBuf,
@@ -73,7 +73,7 @@ impl Drop for Cgroup {
         for pid in self.members() {
             let _ = fs::write(self.root.join("cgroup.procs"), pid.to_string());
         }
-        // A member that is ending keeps the group for a moment.
+        // A member that is ending keeps the group alive for a moment.
         let end = Instant::now() + Duration::from_secs(5);
         while fs::remove_dir(&self.path).is_err() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(10));
@@ -94,7 +94,7 @@ impl Freezer {
         Some(Self { group, version })
     }
 
-    /// Uses either version. `None`, with the reason reported, if neither is mounted.
+    /// Uses either version. If neither is mounted, reports that and returns `None`.
     pub fn of_any_version() -> Option<Self> {
         let freezer = Self::create(1).or_else(|| Self::create(2));
         if freezer.is_none() {

@@ -1,4 +1,4 @@
-//! Golden files: the program's texts, kept in the repository and compared with today's.
+//! Golden files: texts that the program printed once, kept in the repository, and compared with what it prints today.
 
 use std::fs;
 use std::path::Path;

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Programs and files that we need beside the ones built here.
+/// The programs and files that we need besides the ones built here.
 #[derive(Debug)]
 pub struct Tools {
     emulator: Emulator,
@@ -17,8 +17,8 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Finds the tools, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. `None`, with the reason reported,
-    /// if one is missing.
+    /// Finds the tools, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. If one is missing, reports that and
+    /// returns `None`.
     #[track_caller]
     pub fn find(purpose: &str) -> Option<Self> {
         kernel_for(purpose).map_err(skip::skip).ok().and_then(Self::with_kernel)
@@ -47,25 +47,25 @@ impl Tools {
     }
 }
 
-/// Puts a program into an image without its debugging information, which is most of the program.
+/// Puts a program into an image, without its debugging information, which would take up most of the space.
 fn put_stripped(image: &Image, program: &Path, to: &str) {
     image.put_program(program, to).unwrap();
     output_of(Command::new("strip").arg(image.path(to)));
 }
 
-/// Everything that a machine leaves when it ends.
+/// What remains of a machine when it has ended.
 #[derive(Debug)]
 pub struct GuestEnded {
     pub status: String,
-    /// Everything on its first serial port: the kernel's and the programs' messages.
+    /// The output on its first serial port: the kernel's and the programs' messages.
     pub console: String,
-    /// Everything on its second serial port.
+    /// The output on its second serial port.
     pub results: String,
     pub took: Duration,
 }
 
-/// Runs a machine until it ends, or for `limit`. `machine` completes the emulator's command. We run one machine at a
-/// time: each uses a processor and much memory.
+/// Runs a machine until it ends, for at most `limit`. `machine` completes the emulator's command. We run only one
+/// machine at a time, because each uses a processor and much memory.
 pub fn run_guest(tools: &Tools, image: &[u8], limit: Duration, machine: impl FnOnce(&mut Command)) -> GuestEnded {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock();

@@ -1,4 +1,4 @@
-//! The handle of the victim `holder`: a process that writes its memory page by page as a test says.
+//! A handle of the victim `holder`, a process that writes its memory page by page as a test says.
 
 use crate::{Script, victim_binary};
 use pagefold_workload::contents;
@@ -14,10 +14,10 @@ pub enum Change {
     Drop { first: u64, pages: u64 },
 }
 
-/// Contents with this bit differ from each other in one word only.
+/// Contents with this bit differ from each other in only one word.
 pub const ALIKE: u64 = 1 << 63;
 
-/// Fills a page with a content: the same bytes for the same number, zeros for 0.
+/// Fills a page with a content. The same number gives the same bytes; 0 gives zeros.
 pub fn fill(page: &mut [u8], content: u64) {
     match content {
         0 => page.fill(0),
@@ -34,9 +34,9 @@ pub fn fill(page: &mut [u8], content: u64) {
 /// A process that holds memory. Killed when dropped.
 pub struct Holder {
     program: Script,
-    /// The number of its first page: the address divided by the page size.
+    /// The number of the process's first page: its address divided by the page size.
     pub first: u64,
-    /// Its size, in pages.
+    /// How many pages the process has.
     pub pages: u64,
 }
 
@@ -46,7 +46,7 @@ impl Holder {
         Self::start_as(victim_binary("holder").as_ref(), pages)
     }
 
-    /// Like [`Self::start`], with a copy of the program, which has another name.
+    /// Like [`Self::start`], with a copy of the program under another name.
     pub fn start_as(program: &Path, pages: u64) -> Self {
         Self::by(&mut Command::new(program), pages)
     }
@@ -63,14 +63,14 @@ impl Holder {
         Self::with_as(victim_binary("holder").as_ref(), pages, content)
     }
 
-    /// Like [`Self::with`], with a program of another name.
+    /// Like [`Self::with`], with a copy of the program under another name.
     pub fn with_as(program: &Path, pages: u64, content: u64) -> Self {
         let mut holder = Self::start_as(program, pages);
         holder.write(0, pages, content);
         holder
     }
 
-    /// Starts a process with all of this memory marked, each page different from all others anywhere.
+    /// Starts a process with all its memory marked, where each page is different from all others on the machine.
     pub fn random(pages: u64) -> Self {
         let mut holder = Self::start(pages);
         holder.write(0, pages, holder.unique_content());
@@ -110,7 +110,7 @@ impl Holder {
         self.change(Change::Write { first, pages, content: 0, step: 0 });
     }
 
-    /// Makes a change and waits for it.
+    /// Makes a change and waits until it's done.
     pub fn change(&mut self, change: Change) {
         match change {
             Change::Write { first, pages, content, step } => {
@@ -127,12 +127,13 @@ impl Holder {
         self.ask(&format!("mark {first} {pages}"));
     }
 
-    /// Forks, without exec, and returns the child's pid. The child only holds its memory, and ends with its parent.
+    /// Forks, without exec, and returns the child's pid. The child does nothing but hold its memory, and ends with its
+    /// parent.
     pub fn fork(&mut self) -> i32 {
         self.ask("fork").try_into().unwrap()
     }
 
-    /// The same, but the child writes to pages first, as [`Self::write`] does.
+    /// Like [`Self::fork`], but the child writes to pages first, as [`Self::write`] does.
     pub fn fork_and_write(&mut self, first: u64, pages: u64, content: u64) -> i32 {
         self.ask(&format!("fork {first} {pages} {content}")).try_into().unwrap()
     }
@@ -142,7 +143,7 @@ impl Holder {
         self.ask("check") == 0
     }
 
-    /// Makes it run another program, a copy of `holder`, with an address range of this size.
+    /// Makes the process run another program, a copy of `holder`, with an address range of this size.
     pub fn exec(&mut self, program: &Path, pages: u64) {
         self.first = self.ask(&format!("exec {pages} {}", program.display()));
         self.pages = pages;
@@ -154,7 +155,7 @@ impl Holder {
         (0..pages).map(|_| answer(&mut self.program)).collect()
     }
 
-    /// Gives it any other command of the program `holder`, and returns its answer.
+    /// Sends any other command of the program `holder`, and returns its answer.
     pub fn ask(&mut self, command: &str) -> u64 {
         self.program.say(command);
         answer(&mut self.program)

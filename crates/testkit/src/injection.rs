@@ -1,4 +1,4 @@
-//! The handle of the victim `victim`, which injection tests work on.
+//! A handle of the victim `victim`, for injection tests.
 
 use crate::process::{status_field, tids, wait_until};
 use crate::{OwnedChild, Script, skip, victim_binary};
@@ -10,12 +10,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Injection tests make a victim do this to its memory, and undo it. Tests that use KSM run at the same time, and rely
-/// on nobody else marking memory. So we use a flag that only a core dump looks at.
+/// The advice that injection tests make a victim give on its memory, and its opposite. Tests that use KSM run at the
+/// same time and rely on nobody else marking memory. So we use a flag that only a core dump looks at.
 pub const MARK: i32 = libc::MADV_DONTDUMP;
 pub const UNMARK: i32 = libc::MADV_DODUMP;
 
-/// The signals for which a torture victim counts handlers: without flags, with SA_RESTART, with SA_ONSTACK.
+/// The signals whose handlers a torture victim counts: one without flags, one with SA_RESTART, one with SA_ONSTACK.
 pub const PLAIN: i32 = 35;
 pub const RESTARTING: i32 = 36;
 pub const ON_STACK: i32 = 37;
@@ -62,10 +62,10 @@ pub const BLOCKING: [&str; 36] = [
     "io-uring-sqpoll",
 ];
 
-/// The default limits with more time, because on busy processors a thread takes long to stop.
+/// Like the default limits, but with more time, because on busy processors a thread takes long to stop.
 pub const PATIENT: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 32 };
 
-/// Whether we may trace a child here; reports why not.
+/// Whether we may trace a child here. If not, reports why.
 #[track_caller]
 pub fn can_inject() -> bool {
     let mut victim = Victim::start("idle");
@@ -92,7 +92,7 @@ pub struct Victim {
     /// The memory to mark.
     pub addr: u64,
     pub len: u64,
-    /// Its pid in its own namespace.
+    /// The victim's pid in its own namespace.
     pub inner_pid: i32,
 }
 
@@ -122,7 +122,7 @@ impl Victim {
             if args[0] == "registers" { Script::with_socket(&mut command) } else { Script::of(&mut command) };
         let mut pid = program.pid();
         let mut line = program.line();
-        // In a pid namespace of its own the victim is a child of the process that we started.
+        // A victim in a pid namespace of its own is a child of the process that we've started.
         if let Some(inside) = line.strip_prefix("child ") {
             pid = inside.parse().unwrap();
             line = program.line();
@@ -150,7 +150,7 @@ impl Victim {
         inject(&self.process, &self.calls(advice, 1), &PATIENT)
     }
 
-    /// Marks, unmarks and marks again, `times` times, and checks each time that it took effect.
+    /// Marks, unmarks and marks again, `times` times, and checks each time that the call took effect.
     pub fn mark_repeatedly(&self, times: usize) {
         for _ in 0..times {
             for (advice, marked) in [(MARK, true), (UNMARK, false), (MARK, true)] {
@@ -163,7 +163,7 @@ impl Victim {
     }
 
     pub fn is_marked(&self) -> bool {
-        // We read the files of the last thread, since the main thread may have ended.
+        // We read the files of the thread with the highest id, since the main thread may have ended.
         let tid = tids(self.pid()).into_iter().max().unwrap();
         let smaps = fs::read_to_string(format!("/proc/{}/task/{tid}/smaps", self.pid())).unwrap();
         let start = format!("{:x}-", self.addr);
@@ -183,7 +183,7 @@ impl Victim {
         self.status("TracerPid") != "0"
     }
 
-    /// Waits until the main thread is blocked in system call `nr`, or in its restart.
+    /// Waits until the main thread is blocked in system call `nr`, or in the call that restarts it.
     pub fn wait_blocked(&self, nr: i64) {
         let (call, restart) = (format!("{nr} "), format!("{} ", libc::SYS_restart_syscall));
         wait_until("the victim is blocked", || {
@@ -201,13 +201,13 @@ impl Victim {
         self.program.line()
     }
 
-    /// Sends the byte that lets the victim go on.
+    /// Sends the byte that the victim waits for.
     pub fn send(&mut self) {
         self.send_byte(b'x');
     }
 
     pub fn send_byte(&mut self, byte: u8) {
-        // A dead victim can't read the byte, and prints nothing more either.
+        // If the victim is dead, sending fails. The caller sees that by the line that's missing.
         let _ = self.program.input.write_all(&[byte]);
     }
 
@@ -216,14 +216,14 @@ impl Victim {
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
     }
 
-    /// The victim must have found nothing wrong: it prints `ok`, and perhaps counts.
+    /// Asserts that the victim has found nothing wrong: it prints `ok`, and perhaps counts.
     #[track_caller]
     pub fn expect_ok(&mut self, what: &str) {
         let line = self.line();
         assert!(line == "ok" || line.starts_with("ok "), "{what}: {line:?}");
     }
 
-    /// Lets the victim end; it must have found nothing wrong.
+    /// Lets the victim end, and asserts that it has found nothing wrong.
     #[track_caller]
     pub fn finish(&mut self, what: &str) {
         self.send();
@@ -235,8 +235,8 @@ pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
 }
 
-/// Writes a 32-bit program into `dir` that fills `pages` pages with numbers, the same in each such program, and then
-/// blocks in pause(2). Starts it. The error is the reason why it can't run.
+/// Writes a 32-bit program into `dir`, and starts it. It fills `pages` pages with numbers, the same in each such
+/// program, and then blocks in pause(2). The error says why it can't run.
 pub fn start_compat(dir: &Path, pages: u32) -> Result<OwnedChild, String> {
     const MEMORY: u32 = 0x1000_0000;
     let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();

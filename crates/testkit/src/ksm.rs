@@ -11,13 +11,13 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Where pagefold records the settings that it has to restore.
+/// Where pagefold records the KSM settings that it has to restore.
 pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
 /// `pages_to_scan` during a kick.
 pub const KICK: u64 = u32::MAX as u64;
 
 const ROOT: &str = "/sys/kernel/mm/ksm";
-/// Tests and experiments that change KSM's knobs take turns by this lock.
+/// Tests and experiments that change KSM's knobs lock this file, so that they take turns.
 const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
 /// The kernel's defaults.
@@ -48,7 +48,7 @@ fn try_write_knob(file: &str, value: &str) -> std::io::Result<()> {
     OpenOptions::new().write(true).open(format!("{ROOT}/{file}"))?.write_all(value.as_bytes())
 }
 
-/// Memory that KSM saves on the whole machine, bytes.
+/// How much memory KSM saves on the whole machine, bytes.
 pub fn saved_bytes() -> u64 {
     (number("pages_sharing") + number("ksm_zero_pages")) * 4096
 }
@@ -58,7 +58,7 @@ pub fn advisor_is_off() -> bool {
     fs::read_to_string(format!("{ROOT}/advisor_mode")).map_or(true, |mode| mode.contains("[none]"))
 }
 
-/// The right to change KSM's knobs, exclusive among the project's tests and experiments.
+/// The exclusive right to change KSM's knobs among the project's tests and experiments.
 pub struct KsmLock {
     _file: File,
 }
@@ -72,13 +72,13 @@ impl KsmLock {
     }
 }
 
-/// KSM for this test alone, at rest and with the kernel's defaults, both when we take it and after we drop it.
+/// KSM for this test alone. It's at rest and has the kernel's defaults when we take it, and again after we drop it.
 pub struct KsmAtRest {
     _lock: KsmLock,
 }
 
 impl KsmAtRest {
-    /// Takes KSM. `None`, with the reason reported, where the tests can't use KSM at all.
+    /// Takes KSM. Where the tests can't use KSM at all, reports why and returns `None`.
     ///
     /// # Panics
     /// If another program uses KSM.
@@ -94,7 +94,7 @@ impl KsmAtRest {
         }
         let lock = KsmLock::take();
         if !is_at_rest() {
-            // A test that was killed, or an experiment, may have left something behind.
+            // A killed test or an experiment may have left something behind.
             if let Some(user) = user() {
                 panic!("{user}; the tests need KSM for themselves");
             }
@@ -113,7 +113,7 @@ impl KsmAtRest {
         assert!(advisor_is_off());
     }
 
-    /// Asserts that every knob is restored, except one that the kernel doesn't change while pages are merged.
+    /// Asserts that every knob is restored, except the one that the kernel doesn't change while pages are merged.
     #[track_caller]
     pub fn assert_knobs_restored(&self) {
         self.assert_knobs_restored_except(deferred_knobs());
@@ -127,7 +127,7 @@ impl KsmAtRest {
         summary
     }
 
-    /// Unmerges these processes. Then KSM is as it was before.
+    /// Unmerges these processes, and asserts that KSM is as it was before.
     #[track_caller]
     pub fn give_back(&self, pids: &[i32]) {
         unmerge(pids);
@@ -151,12 +151,12 @@ impl Drop for KsmAtRest {
     }
 }
 
-/// The knobs that we can't restore as long as pages are merged, if any are.
+/// The knobs that we can't restore at the moment because pages are merged.
 pub fn deferred_knobs() -> &'static [&'static str] {
     if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] }
 }
 
-/// This kernel's knobs, with their values, except the advisor's mode, which isn't a number.
+/// This kernel's knobs with their values. Without the advisor's mode, which isn't a number.
 pub fn knobs() -> Vec<(&'static str, u64)> {
     let here = DEFAULTS.into_iter().filter(|(knob, _)| Path::new(ROOT).join(knob).exists());
     here.map(|(knob, _)| (knob, number(knob))).collect()
@@ -187,7 +187,7 @@ fn user() -> Option<String> {
     if let Ok(Some(holder)) = pagefold_ksm::lock::holder(Path::new(pagefold_ksm::lock::LOCK_PATH)) {
         return Some(format!("pagefold is running ({holder:?})"));
     }
-    // The victims of a test that has just ended may be on their way out.
+    // The victims of a test that has just ended may still be exiting.
     let end = Instant::now() + Duration::from_secs(5);
     loop {
         let process = process_with_merged_pages()?;
@@ -208,7 +208,7 @@ fn process_with_merged_pages() -> Option<String> {
     })
 }
 
-/// The number of a process's merged pages, including the ones merged into a zero page.
+/// How many merged pages a process has, including the ones that a zero page replaces.
 pub fn merged_pages(pid: i32) -> u64 {
     let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
     fields::number(&text, "ksm_merging_pages").unwrap_or(0)

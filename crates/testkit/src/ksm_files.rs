@@ -1,4 +1,4 @@
-//! A directory like KSM's in sysfs.
+//! Makes a directory like KSM's in sysfs.
 
 use std::path::Path;
 

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | [`skip`](mod@skip) | how a test reports that it can't run on this machine |
 //! | [`binaries`] | where the programs under test and the victims are; builds them on demand |
-//! | [`browser`] | a browser that opens the pages of reports |
+//! | [`browser`] | opens the pages of reports in a browser |
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
 //! | [`process`] | small processes to work on, and readers of a process's files in /proc |
@@ -19,7 +19,7 @@
 //!
 //! The victims are this crate's binaries, in `src/bin`:
 //!
-//! | program | is for |
+//! | program | what it does |
 //! | --- | --- |
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |

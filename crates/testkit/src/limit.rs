@@ -11,12 +11,12 @@ use std::time::Duration;
 
 pub struct Limited {
     cgroup: Cgroup,
-    /// Whether it's version 1.
+    /// Whether the cgroup is of version 1.
     one: bool,
 }
 
 impl Limited {
-    /// A group without a limit yet. `None`, with the reason reported, where we can't limit memory.
+    /// Makes a group, at first without a limit. Where we can't limit memory, reports why and returns `None`.
     pub fn make() -> Option<Self> {
         let one = Path::new("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
             || Path::new("/sys/fs/cgroup/memory/memory.usage_in_bytes").exists();
@@ -56,7 +56,7 @@ impl Limited {
         self.number(if self.one { "memory.usage_in_bytes" } else { "memory.current" })
     }
 
-    /// How often a member reached the limit, so that the kernel had to reclaim memory.
+    /// How often a member reached the limit, which made the kernel reclaim memory.
     pub fn hits(&self) -> u64 {
         if self.one { self.number("memory.failcnt") } else { self.field("memory.events", "max") }
     }
@@ -74,7 +74,7 @@ impl Limited {
         if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }
     }
 
-    /// How many members were killed.
+    /// How many members the OOM killer has killed.
     pub fn kills(&self) -> u64 {
         self.field(if self.one { "memory.oom_control" } else { "memory.events" }, "oom_kill")
     }
@@ -90,10 +90,10 @@ impl Limited {
     }
 }
 
-/// Makes the kernel reclaim the group's memory repeatedly until dropped.
+/// Makes the kernel reclaim the group's memory again and again until dropped.
 ///
-/// A limit that's too tight would do the same, but then the kernel sometimes kills a member although there's swap, with
-/// and without pagefold (6.18, version 1: one of three shufflers within 20 s).
+/// A limit that's too tight would do the same. But then the kernel sometimes kills a member although there's swap, even
+/// without pagefold (6.18, version 1: one of three shufflers within 20 s).
 pub struct Reclaim {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -106,7 +106,7 @@ impl Reclaim {
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                // This fails if the kernel reclaims less than we request.
+                // This fails if the kernel reclaims less than we ask for.
                 let _ = fs::write(&path, what);
                 std::thread::sleep(Duration::from_millis(500));
             }

@@ -15,8 +15,8 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Runs a shell script in a new namespace, in an empty directory. `None`, with the reason reported, if the script
-    /// fails.
+    /// Runs a shell script in a new namespace, in an empty directory. If the script fails, reports `otherwise` and
+    /// returns `None`.
     #[track_caller]
     pub fn make(script: &str, otherwise: &str) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
@@ -36,7 +36,7 @@ impl Namespace {
         command
     }
 
-    /// The root of its file systems, as seen from outside.
+    /// The root of the namespace's file systems, as seen from outside.
     pub fn root(&self) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root", self.shell.pid()))
     }
@@ -48,11 +48,11 @@ pub struct Disk {
     pub mount: String,
 }
 
-/// While this exists, writes to the file system wait. So drop this before you wait for a writer.
+/// While this exists, writes to the file system block. So drop this before you wait for a writer.
 pub struct Frozen<'a>(&'a Disk);
 
 impl Disk {
-    /// `None`, with the reason reported, if we can't mount it.
+    /// Mounts the file system. If we can't, reports why and returns `None`.
     #[track_caller]
     pub fn mount() -> Option<Self> {
         let script = "truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt";
@@ -71,7 +71,7 @@ impl Disk {
         output_of(&mut self.fsfreeze(frozen));
     }
 
-    /// Thaws it if it's frozen.
+    /// Thaws the file system if it's frozen.
     pub fn thaw(&self) {
         let _ = self.fsfreeze(false).output();
     }

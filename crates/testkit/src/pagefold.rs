@@ -1,4 +1,4 @@
-//! Runs of the program under test, and assertions on how they end.
+//! Runs the program under test, and makes assertions on how the runs end.
 
 use crate::binaries::program;
 use crate::process::{LIMIT, send, wait_until};
@@ -62,8 +62,8 @@ pub fn assert_has(text: &str, parts: &[&str]) {
     }
 }
 
-/// Asserts that the program fails with this code and prints nothing but one line on standard error, with the reason and
-/// a remedy.
+/// Asserts that the program fails with this code and prints only one line, on standard error, with the reason and what
+/// to do.
 #[track_caller]
 pub fn assert_fails(args: &[&str], code: i32, says: &str) {
     assert_refused(&pagefold(args), code, says);
@@ -75,7 +75,7 @@ pub fn assert_refused(output: &Output, code: i32, says: &str) {
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// Like [`assert_fails`], for a failure after which the program still prints its report.
+/// Like [`assert_fails`], for a program that prints its report although it fails.
 #[track_caller]
 pub fn assert_failed(output: &Output, code: i32, says: &str) {
     assert_failed_as("pagefold", output, code, says);
@@ -90,11 +90,11 @@ pub fn assert_failed_as(program: &str, output: &Output, code: i32, says: &str) {
     assert!(error.contains(says) && error.contains("; "), "{error}");
 }
 
-/// Arguments with `--pid` and these processes in the middle.
+/// Puts `--pid` with these processes between two lists of arguments.
 pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
     let mut before = before.to_vec();
     if before.contains(&"run") && !before.iter().chain(after).any(|word| *word == "--governor") {
-        // Otherwise tests would take longer, and with other work beside them much longer.
+        // Without this, tests would take longer, and much longer with other work beside them.
         before.extend(["--governor", "full"]);
     }
     let list = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
@@ -110,7 +110,7 @@ pub fn unmerge(pids: &[i32]) -> Value {
     summary
 }
 
-/// An injector that serves the other end of this socket, just as a service manager starts one for a connection.
+/// Starts an injector that serves the other end of this socket, just as a service manager does for a connection.
 pub fn injector_on(stream: UnixStream) -> Child {
     let input = OwnedFd::from(stream);
     let mut command = Command::new(program());
@@ -118,7 +118,7 @@ pub fn injector_on(stream: UnixStream) -> Child {
     command.spawn().unwrap()
 }
 
-/// The complete lines of a file of JSON, such as an audit log.
+/// Parses the complete lines of a file of JSON, such as an audit log.
 pub fn json_lines(text: &str) -> Vec<Value> {
     // The last line may be incomplete.
     let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -143,7 +143,7 @@ impl ConfigFile {
         fs::write(&self.path, text).unwrap();
     }
 
-    /// Its path as an argument.
+    /// The file's path as an argument.
     pub fn name(&self) -> &str {
         self.path.to_str().unwrap()
     }
@@ -171,7 +171,7 @@ pub struct Ended {
 }
 
 impl Daemon {
-    /// `pagefold run --json` on these processes.
+    /// Starts `pagefold run --json` on these processes.
     pub fn on(pids: &[i32], options: &[&str]) -> Self {
         Self::start(&with_pids(&["run", "--json"], pids, options))
     }
@@ -180,22 +180,21 @@ impl Daemon {
         Self::of(Command::new(program()).args(args))
     }
 
-    /// Starts a command that becomes the program.
+    /// Starts a command that is, or becomes, the program.
     pub fn of(command: &mut Command) -> Self {
         Self::writing_to(command, None, None)
     }
 
-    /// Like [`Self::of`], but sends standard output or standard error to these files, where [`Self::end`] doesn't look
-    /// for them.
+    /// Like [`Self::of`], but sends standard output or standard error to these files, which [`Self::end`] doesn't read.
     pub fn writing_to(command: &mut Command, to_output: Option<OwnedFd>, to_errors: Option<OwnedFd>) -> Self {
-        // We use files, not pipes: nothing reads before the end.
+        // We use files, because nobody reads a pipe before the end.
         let output = tempfile::tempfile().unwrap();
         let errors = tempfile::tempfile().unwrap();
         command.stdin(Stdio::null());
         command.stdout(to_output.unwrap_or_else(|| output.try_clone().unwrap().into()));
         command.stderr(to_errors.unwrap_or_else(|| errors.try_clone().unwrap().into()));
         let child = command.spawn().unwrap();
-        // Otherwise the command would keep its ends of the files open here.
+        // Otherwise `command` would keep the program's output open in this process.
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Self { child, output, errors }
     }
@@ -215,7 +214,7 @@ impl Daemon {
         i32::try_from(self.child.id()).unwrap()
     }
 
-    /// The processes that it has started.
+    /// The processes that the program has started.
     pub fn children(&self) -> Vec<i32> {
         let pid = self.pid();
         // Each thread has a list of its own.
@@ -231,12 +230,12 @@ impl Daemon {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Whether its messages so far contain this.
+    /// Whether the program's messages so far contain this.
     pub fn has_said(&self, what: &str) -> bool {
         contains(&self.errors, what)
     }
 
-    /// Whether its standard output so far contains this.
+    /// Whether the program's standard output so far contains this.
     pub fn has_printed(&self, what: &str) -> bool {
         contains(&self.output, what)
     }
@@ -245,7 +244,7 @@ impl Daemon {
         send(self.pid(), signal);
     }
 
-    /// Waits for the end.
+    /// Waits until the program ends.
     #[track_caller]
     pub fn end(mut self) -> Ended {
         wait_until("the program ends", || !self.is_running());
@@ -286,7 +285,7 @@ impl Daemon {
 
 fn contains(file: &File, what: &str) -> bool {
     let mut bytes = vec![0; 1 << 16];
-    // We read from the beginning, and don't move the offset at which the program writes.
+    // We read from the beginning, without moving the offset at which the program writes.
     let length = file.read_at(&mut bytes, 0).unwrap();
     String::from_utf8_lossy(&bytes[..length]).contains(what)
 }

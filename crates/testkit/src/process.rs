@@ -15,7 +15,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time limit for everything that a test waits for. Far more than needed: other programs may use the processors.
+/// How long a test waits for anything. Far more than needed, because other programs may use the processors.
 pub const LIMIT: Duration = Duration::from_secs(180);
 
 /// Waits until a condition holds.
@@ -43,7 +43,7 @@ pub fn as_other_user(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Whether PID 2 is a kernel thread; reports if it isn't.
+/// Whether PID 2 is a kernel thread. If not, reports that.
 pub fn has_kernel_threads() -> bool {
     let has = fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n");
     if !has {
@@ -81,8 +81,8 @@ pub fn kib(path: &str, name: &str) -> u64 {
     fields::kib(&fs::read(path).unwrap(), name).unwrap_or_else(|error| panic!("{name} in {path}: {error}"))
 }
 
-/// The frames of anonymous memory that processes hold, bytes: a frame that several share is divided among them. Ended
-/// processes hold none.
+/// How many bytes of frames anonymous memory of these processes takes. A frame that several share counts in parts.
+/// Ended processes count 0.
 pub fn held(pids: &[i32]) -> u64 {
     let rollups = pids.iter().filter_map(|pid| fs::read(format!("/proc/{pid}/smaps_rollup")).ok());
     rollups.map(|rollup| fields::kib(&rollup, "Pss_Anon").unwrap_or(0) << 10).sum()
@@ -93,7 +93,7 @@ pub fn exists(pid: i32) -> bool {
     fs::exists(format!("/proc/{pid}")).unwrap()
 }
 
-/// Whether we can read other processes' pages; reports why not.
+/// Whether we can read other processes' pages. If not, reports why.
 #[track_caller]
 pub fn can_read_pages() -> bool {
     let can = fs::File::open("/proc/kpageflags").is_ok();
@@ -103,7 +103,7 @@ pub fn can_read_pages() -> bool {
     can
 }
 
-/// A counter of /proc/vmstat, 0 if the kernel doesn't have it.
+/// A counter of /proc/vmstat. 0 if the kernel lacks it.
 pub fn vmstat(name: &str) -> u64 {
     number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
 }
@@ -114,7 +114,7 @@ pub fn has_huge_pages() -> bool {
     !modes.is_empty() && !modes.contains("[never]")
 }
 
-/// The marked and merged memory of a process, by its smaps.
+/// How much of a process is marked and merged, going by its smaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
     /// Address space under VM_MERGEABLE, bytes.
@@ -157,8 +157,8 @@ pub fn wait_until_merged(pids: &[i32], bytes: u64) {
     wait_until("they are merged", || are_merged(pids, bytes));
 }
 
-/// Waits for at most `limit` until nothing of a process is marked or merged. `still` is a word for its state until
-/// then.
+/// Waits at most `limit` until nothing of a process is marked or merged. `still` is the word for its state until then,
+/// in a failure's message.
 #[track_caller]
 pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     let began = Instant::now();
@@ -169,7 +169,7 @@ pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
 }
 
-/// Traces a process like a debugger that only watches, until it's dropped.
+/// Traces a process, like a debugger that only watches, until dropped.
 pub struct Tracer {
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -200,7 +200,7 @@ impl Drop for Tracer {
     }
 }
 
-/// Whether PR_SET_MEMORY_MERGE is in effect.
+/// Whether PR_SET_MEMORY_MERGE is in effect for a process.
 pub fn has_merge_any(pid: i32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")
 }
@@ -221,7 +221,7 @@ impl Script {
         script
     }
 
-    /// A process that becomes another program when we send it a line, and then prints `again`.
+    /// Starts a process that becomes another program when we send it a line, and then prints `again`.
     #[track_caller]
     pub fn execing() -> Self {
         let text = "echo ready; read line; exec sh -c 'echo again; read line'";
@@ -230,7 +230,7 @@ impl Script {
         script
     }
 
-    /// A process that isn't dumpable, and so protected from other processes.
+    /// Starts a process that isn't dumpable, and so is protected from other processes.
     #[track_caller]
     pub fn undumpable() -> Self {
         Self::start(
@@ -274,7 +274,7 @@ impl Script {
         writeln!(self.input, "{line}").unwrap();
     }
 
-    /// Waits for its end.
+    /// Waits until the program ends.
     pub fn wait(&mut self) -> ExitStatus {
         self.child.0.wait().unwrap()
     }
@@ -303,7 +303,7 @@ impl Sleeper {
 pub struct Forked(pub i32);
 
 impl Forked {
-    /// Forks a child that makes these calls, which must be safe after a fork, and then stops.
+    /// Forks a child that runs `act`, which must be safe after a fork, and then stops itself.
     pub fn start(act: impl FnOnce()) -> Self {
         // SAFETY: the child makes only the caller's calls and system calls.
         match unsafe { libc::fork() } {
@@ -334,7 +334,7 @@ impl Drop for Forked {
     }
 }
 
-/// A child that has ended, without anybody waiting for it.
+/// A child that has ended, and that nobody has waited for.
 pub fn zombie() -> Child {
     let child = Command::new("true").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();

@@ -1,4 +1,4 @@
-//! The handle of the victim `shuffler`.
+//! A handle of the victim `shuffler`.
 
 use crate::cgroup::start_in;
 use crate::ksm::merged_pages;
@@ -70,12 +70,12 @@ impl Shuffler {
         self.most_merged = self.most_merged.max(merged_pages(self.pid()));
     }
 
-    /// The number of lines it has printed: about one each second.
+    /// How many lines it has printed: about one each second.
     pub fn lines(&self) -> usize {
         self.lines.lock().unwrap().len()
     }
 
-    /// Makes the shuffler check everything a last time and end. Returns its counts.
+    /// Makes the shuffler check everything one last time and end. Returns its counts.
     #[track_caller]
     pub fn end(mut self) -> BTreeMap<String, u64> {
         drop(self.input.take());
@@ -98,7 +98,7 @@ pub fn pids(shufflers: &[Shuffler]) -> Vec<i32> {
     shufflers.iter().map(Shuffler::pid).collect()
 }
 
-/// Asserts that all shufflers are well during this time.
+/// For this time, asserts again and again that all shufflers are well.
 #[track_caller]
 pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     let end = Instant::now() + time;
@@ -108,7 +108,7 @@ pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     }
 }
 
-/// Asserts that the kernel has killed none of the processes for lack of memory, which it would have logged.
+/// Asserts, by the kernel's log, that the kernel has killed none of the processes for lack of memory.
 #[track_caller]
 pub fn assert_not_killed(pids: &[i32]) {
     let log = Command::new("dmesg").output().expect("dmesg");

@@ -1,13 +1,13 @@
 //! How a test reports that it, or a part of it, can't run on this machine.
 //!
-//! The line goes to standard error past the test harness, which captures a passing test's output. With
-//! `PAGEFOLD_NO_SKIP=1`, as in CI, a skipped test fails: `scripts/setup` installs everything a test needs, except
-//! features that the kernel or the hardware lacks.
+//! We write the line to standard error ourselves, because the test harness captures the output of a test that passes.
+//! With `PAGEFOLD_NO_SKIP=1`, as in CI, a skipped test fails: `scripts/setup` installs everything that a test needs,
+//! except features that the kernel or the hardware lacks.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// Reports that the current test is skipped for lack of something that an administrator can provide.
+/// Reports that we skip the current test for lack of something that an administrator can provide.
 ///
 /// # Panics
 /// When `PAGEFOLD_NO_SKIP` is set.
@@ -17,7 +17,7 @@ pub fn skip(reason: impl Display) {
     assert!(!is_forbidden(), "skipped although PAGEFOLD_NO_SKIP is set: {reason}");
 }
 
-/// Reports that the current test is skipped because this kernel or hardware lacks a feature, which no setup can change.
+/// Reports that we skip the current test because this kernel or hardware lacks a feature, which no setup can change.
 pub fn skip_unsupported(reason: impl Display) {
     report(&reason);
 }

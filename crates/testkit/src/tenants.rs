@@ -3,7 +3,7 @@
 use crate::{PAGES_PER_MIB, program};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 
-/// Memory that all tenants with the same `seed` share, and some that is unique to each.
+/// A tenant with memory that all tenants with the same `seed` have in common, and memory of its own.
 pub fn spec(common_mib: u64, unique_mib: u64, seed: u64) -> TenantSpec {
     let common = Segment::Shared { pages: common_mib * PAGES_PER_MIB, seed };
     let unique = Segment::Random { pages: unique_mib * PAGES_PER_MIB, seed };

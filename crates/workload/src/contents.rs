@@ -1,11 +1,12 @@
-//! Page contents that we can reproduce from two numbers, so that we can check every byte later.
+//! Page contents that follow from two numbers, so that we can check every byte later.
 
 use pagefold_engine::random::{Random, finalize};
 use pagefold_engine::units::PAGE_SIZE;
 
 const WORDS: usize = PAGE_SIZE / 8;
 
-/// Fills a page with content `number` of the sequence `seed`: incompressible, and different for each pair.
+/// Fills a page with content number `number` of sequence `seed`. Contents are incompressible, and different for each
+/// pair.
 pub fn fill(page: &mut [u8], seed: u64, number: u64) {
     let mut words = Random::new(finalize(finalize(seed).wrapping_add(number)));
     for word in page.chunks_exact_mut(8) {
@@ -13,7 +14,7 @@ pub fn fill(page: &mut [u8], seed: u64, number: u64) {
     }
 }
 
-/// Fills a page with the same content for the whole sequence `seed`, except for the last word, which is `number`.
+/// Fills a page with content 0 of sequence `seed`, but replaces the last word by `number`.
 pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
     fill(page, seed, 0);
     if let Some(tail) = page.chunks_exact_mut(8).nth(WORDS - 1) {

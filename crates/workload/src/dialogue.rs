@@ -21,7 +21,7 @@ impl OwnedChild {
         i32::try_from(self.0.id()).unwrap_or(0)
     }
 
-    /// Waits for a requested end, and kills the process if it's still running after `limit`.
+    /// Waits for a process that we've asked to end. Kills it if it's still running after `limit`.
     pub fn end(&mut self, limit: Duration) {
         end_child(&mut self.0, limit);
     }
@@ -35,7 +35,7 @@ impl Drop for OwnedChild {
     }
 }
 
-/// Waits for a child that we've asked to end, and kills it if it's still running after `limit`.
+/// Waits for a child that we've asked to end. Kills it if it's still running after `limit`.
 pub fn end_child(child: &mut Child, limit: Duration) {
     let end = Instant::now() + limit;
     while Instant::now() < end {
@@ -60,7 +60,7 @@ pub struct Dialogue {
 }
 
 impl Dialogue {
-    /// Starts the program, with its standard error in `log` or in our own.
+    /// Starts the program. Its standard error goes to `log`, or to our own.
     pub fn start(command: &mut Command, log: Option<&Path>) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         if let Some(log) = log {
@@ -69,7 +69,7 @@ impl Dialogue {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // A process group of its own: on Ctrl-C we end our programs ourselves.
+            // A process group of its own keeps Ctrl-C from it: we end our programs ourselves.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
@@ -78,7 +78,7 @@ impl Dialogue {
         };
         let (sender, lines) = channel();
         std::thread::spawn(move || {
-            // Bytes: a console may print anything before its program starts.
+            // We read bytes, because a console may print anything before its program starts.
             for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
                 if sender.send(String::from_utf8_lossy(&line).trim_end().to_owned()).is_err() {
                     break;
@@ -114,13 +114,13 @@ impl Dialogue {
         self.child.pid()
     }
 
-    /// Closes its standard input, which asks it to end, and kills it if it's still running after `limit`.
+    /// Closes the program's standard input, which asks it to end. Kills it if it's still running after `limit`.
     pub(crate) fn end(&mut self, limit: Duration) {
         drop(self.commands.take());
         self.child.end(limit);
     }
 
-    /// The next line that it prints.
+    /// The next line that the program prints.
     pub(crate) fn line(&self, limit: Duration) -> anyhow::Result<String> {
         self.lines.recv_timeout(limit).map_err(|error| match error {
             RecvTimeoutError::Timeout => anyhow::anyhow!("process {} has not answered for {limit:?}", self.pid()),
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// A shell with the directory of its log.
+    /// A shell that runs this script, and the directory of its log.
     fn shell(script: &str) -> (Dialogue, TempDir) {
         let dir = tempfile::tempdir().unwrap();
         let dialogue = Dialogue::start(Command::new("sh").args(["-c", script]), Some(&dir.path().join("log"))).unwrap();

@@ -1,6 +1,6 @@
 //! Emulated machines: their emulator, their kernels and their initial file systems.
 //!
-//! Emulation works on machines without hardware virtualization, and guests have the same memory contents.
+//! We emulate because that also works without hardware virtualization. The guests' memory has the same contents.
 
 use anyhow::{Context, ensure};
 use std::env;
@@ -20,7 +20,7 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// Finds the tools, or names the packages to install.
+    /// Finds the tools. The error names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         Ok(Self {
             qemu: need(QEMU, "qemu-system-x86")?,
@@ -33,7 +33,8 @@ impl Emulator {
         &self.qemu
     }
 
-    /// Uses a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
+    /// Uses a copy of the emulator in a new directory. The emulator finds its modules and firmware relative to its own
+    /// path.
     pub fn copied_to(&self, dir: &Path) -> anyhow::Result<Self> {
         let qemu = dir.join("bin").join(QEMU);
         fs::create_dir_all(dir.join("bin"))?;
@@ -44,8 +45,8 @@ impl Emulator {
         Ok(Self { qemu, ..self.clone() })
     }
 
-    /// Starts a machine in this directory. `setpriv` ends it if we're killed: it wouldn't notice that its console is
-    /// closed.
+    /// Starts a machine in this directory. If we're killed, the machine wouldn't notice that its console is closed, so
+    /// `setpriv` makes the kernel end it.
     pub fn command(&self, dir: &Path) -> Command {
         let mut command = Command::new(&self.setpriv);
         command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
@@ -56,8 +57,8 @@ impl Emulator {
     /// A machine that boots a kernel and the file `image` of this directory, and writes the output on its two serial
     /// ports to the files `console` and `results`. The caller adds processors, memory and kernel parameters.
     ///
-    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times don't depend on our
-    /// load, and waiting in the guest takes no time here.
+    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time. So CPU times in the guest don't depend on
+    /// our load, and its waiting takes us no time.
     pub fn machine(&self, dir: &Path, kernel: &Path, shift: u32) -> anyhow::Result<Command> {
         let mut command = self.command(dir);
         // This machine's own KSM shouldn't merge the guest's memory.
@@ -70,7 +71,7 @@ impl Emulator {
         Ok(command)
     }
 
-    /// An empty initial file system, put together in a new directory.
+    /// An empty initial file system, which we put together in a new directory.
     pub fn image(&self, root: PathBuf) -> Image {
         Image { busybox: self.busybox.clone(), root }
     }
@@ -95,7 +96,7 @@ impl Image {
         Ok(self)
     }
 
-    /// The path on this machine of a file in the image.
+    /// The path of an image's file on this machine.
     pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
         self.root.join(inside.as_ref().strip_prefix("/").unwrap_or(inside.as_ref()))
     }
@@ -107,15 +108,15 @@ impl Image {
         Ok(())
     }
 
-    /// Copies a program, and its libraries to the paths that they have here.
+    /// Copies a program into the image, and its libraries to the same paths as here.
     pub fn put_program(&self, program: &Path, to: impl AsRef<Path>) -> anyhow::Result<()> {
         self.put(program, to)?;
         libraries(program)?.iter().try_for_each(|library| self.put(library, library))
     }
 
-    /// Packs the image into a file, where everything is root's, and removes the directory.
+    /// Packs the image into a file, with root as the owner of everything. Removes the directory.
     pub fn pack(self, to: &Path) -> anyhow::Result<()> {
-        // Sorted, so that each directory precedes its contents.
+        // We sort, so that each directory precedes its contents.
         let status = Command::new(&self.busybox)
             .args(["sh", "-c", r#""$0" find . | "$0" sort | "$0" cpio -o -H newc -R 0:0"#])
             .arg(&self.busybox)
@@ -129,7 +130,7 @@ impl Image {
     }
 }
 
-/// The shared libraries of a program, as the loader finds them: none for a static program.
+/// The shared libraries that the loader finds for a program. None for a static program.
 fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
     // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
@@ -159,14 +160,14 @@ pub fn kernel_for(purpose: &str) -> anyhow::Result<PathBuf> {
     Ok(kernel)
 }
 
-/// Finds an executable on the search path, then in the directories of servers, which are not on every user's path.
+/// Finds an executable on the search path or in the directories of servers, which aren't on every user's path.
 pub fn find(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let fallback = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
     env::split_paths(&path).chain(fallback).map(|dir| dir.join(name)).find(|file| file.is_file())
 }
 
-/// Finds an executable, or names the packages to install.
+/// Finds an executable. The error names the packages to install.
 pub fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
     find(name).with_context(|| format!("{name} is not installed: it is in the packages {packages} (Debian's names)"))
 }

@@ -1,9 +1,9 @@
-//! Programs with known memory, for pagefold's demonstration, experiments and tests to merge.
+//! Programs with known memory, which pagefold's demonstration, experiments and tests merge.
 //!
-//! A *tenant* is a process that holds exactly the memory its [`TenantSpec`] describes and can check every byte of it.
-//! [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a
-//! program that starts tenants passes [`Tenant::start`] its own path and calls [`serve`] for its subcommand
-//! `tenant --spec JSON`.
+//! A *tenant* is a process that holds exactly the memory that its [`TenantSpec`] describes, and can check every byte of
+//! it. [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a
+//! program that starts tenants passes its own path to [`Tenant::start`], and calls [`serve`] for its subcommand `tenant
+//! --spec JSON`.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -12,7 +12,7 @@
 //! | [`memory`] | memory filled as a segment says |
 //! | `serve` | the tenant's main loop |
 //! | `dialogue` | programs that answer commands line by line |
-//! | `tenant` | the handle a program keeps of a tenant it has started |
+//! | `tenant` | a program's handle of a tenant that it has started |
 //! | [`emulator`] | emulated machines |
 #![forbid(unsafe_code)]
 

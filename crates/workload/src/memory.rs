@@ -1,4 +1,4 @@
-//! Memory filled as a segment says.
+//! Memory that we fill as a [`Segment`] says.
 
 use crate::contents::{fill, fill_but_tail};
 use crate::spec::Segment;
@@ -8,11 +8,11 @@ use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it
-/// doesn't divide.
+/// Neighbours in permuted memory are this many pages apart in `Shared`. A prime, so we reach all pages of a segment
+/// unless it divides their number.
 const STRIDE: u64 = 7919;
 
-/// This number is coprime to a hundred, so multiplying by it spreads the pages of one content.
+/// Coprime to a hundred, so multiplying a page's number by it spreads the pages with the common content.
 const SPREAD: u64 = 37;
 
 /// Bytes of a cache line, and lines of a page.
@@ -26,7 +26,7 @@ pub struct FilledSegment {
 }
 
 impl FilledSegment {
-    /// Maps and fills it, with huge pages if `huge` and the kernel has them.
+    /// Maps and fills a segment, with huge pages if `huge` and the kernel has them.
     pub fn new(segment: Segment, huge: bool) -> anyhow::Result<Self> {
         let length =
             usize::try_from(segment.pages().0)?.checked_mul(PAGE_SIZE).context("a segment that is too long")?;
@@ -65,9 +65,9 @@ impl FilledSegment {
         self.pages().chunks_exact(PAGE_SIZE).map(first_word)
     }
 
-    /// Reads one word after the other for a time, each in a page that depends on the word before, so that no processor
-    /// can read ahead. It always reads the same cache line of a page, so it waits for the page's address more than for
-    /// its contents. Returns nanoseconds a read.
+    /// Reads one word after the other for a time. Each word's page depends on the word before, so no processor can read
+    /// ahead. In each page we always read the same cache line, so we wait for the page's address more than for its
+    /// contents. Returns nanoseconds per read.
     pub fn chase(&self, time: Duration) -> f64 {
         const BATCH: u64 = 1024;
         let pages = (self.length / PAGE_SIZE).max(1) as u64;
@@ -109,7 +109,7 @@ fn first_word(page: &[u8]) -> u64 {
 }
 
 fn write(segment: Segment, page: &mut [u8], number: u64) {
-    // Each kind has its own sequences, so that equal seeds of two kinds don't make duplicates.
+    // Each kind has sequences of its own, so equal seeds of two kinds make no duplicates.
     match segment {
         Segment::Same { seed, .. } => fill(page, finalize(seed) ^ 1, 0),
         Segment::Thin { seed, percent, .. } if number * SPREAD % 100 < percent => fill(page, finalize(seed) ^ 1, 0),

@@ -8,36 +8,36 @@ use std::io::{self, BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// Something that a tenant does by itself, between its answers. An answer stops its clock.
+/// What a tenant does by itself between its answers. While it answers, the activity's clock stands still.
 pub trait Activity {
     fn begin(&mut self, now: Instant);
 
-    /// When the next step is due; `None` before the beginning.
+    /// When the next step is due. `None` before [`Self::begin`].
     fn due(&self) -> Option<Instant>;
 
     fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()>;
 
-    /// Delays the schedule by the time an answer took.
+    /// Delays the schedule by the time that an answer took.
     fn pause(&mut self, taken: Duration);
 
-    /// The counters of the steps so far, as JSON. Resets the ones that count from the last answer.
+    /// The counters of the steps so far, as JSON. Resets the ones that count since the last answer.
     fn counters(&mut self, now: Instant) -> serde_json::Result<String>;
 
-    /// Damaged pages of its own memory.
+    /// How many pages of the activity's own memory are damaged.
     fn damaged(&self) -> u64;
 }
 
-/// Makes an activity of the JSON in a spec.
+/// Makes an activity from the JSON in a spec.
 pub type StartActivity = fn(Value) -> anyhow::Result<Box<dyn Activity>>;
 
-/// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard
+/// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says. Then answers commands on standard
 /// input until that closes. Never returns.
 ///
 /// | command | effect | answer |
 /// | --- | --- | --- |
-/// | `verify` | compares every byte with the one it wrote | `ok`, or `BAD n` for n damaged pages |
+/// | `verify` | compares every byte with the one that it wrote | `ok`, or `BAD n` for n damaged pages |
 /// | `touch N` | reads a word in each of the first N pages | `ok` and their sum |
-/// | `chase N` | reads for N ms in each segment, one word after the other | JSON: nanoseconds a read, for each segment |
+/// | `chase N` | reads for N ms in each segment, word after word | JSON: nanoseconds per read, for each segment |
 /// | `cow` | writes to every page without changing it | `ok` |
 /// | `damage` | changes one byte | `ok` |
 /// | `begin` | starts the activity | `ok` |
@@ -47,7 +47,7 @@ pub fn serve(spec: &str) -> ! {
     serve_with(spec, |_| bail!("this program has no activities"))
 }
 
-/// Like [`serve`], with a program's own activities.
+/// Like [`serve`], for a program with activities of its own.
 pub fn serve_with(spec: &str, start: StartActivity) -> ! {
     let code = match run(spec, start) {
         Ok(()) => 0,
@@ -114,7 +114,7 @@ fn answer(
         ("touch", pages) => {
             let pages = pages.parse().context("touch needs a number of pages")?;
             let words = memory.iter().flat_map(FilledSegment::first_words);
-            // We print the sum so that the compiler can't optimize away the reads.
+            // We print the sum, or the compiler could optimize away the reads.
             format!("ok {}", words.take(pages).fold(0, u64::wrapping_add))
         }
         ("chase", time) => {

@@ -8,9 +8,9 @@ use serde_json::Value;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TenantSpec {
-    /// The segments, each an allocation of its own.
+    /// The segments of its memory, each a mapping of its own.
     pub segments: Vec<Segment>,
-    /// The activity of the tenant after [`Tenant::begin`](crate::Tenant::begin), as JSON for the program that serves.
+    /// What the tenant does after [`Tenant::begin`](crate::Tenant::begin), as JSON for the program that serves.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub activity: Option<Value>,
     /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
@@ -19,7 +19,7 @@ pub struct TenantSpec {
 }
 
 impl TenantSpec {
-    /// A tenant that only holds these segments.
+    /// A tenant that holds these segments and does nothing.
     pub fn new(segments: impl IntoIterator<Item = Segment>) -> Self {
         Self { segments: segments.into_iter().collect(), ..Self::default() }
     }
@@ -40,19 +40,19 @@ impl TenantSpec {
 pub enum Segment {
     /// Every page has the same content.
     Same { pages: u64, seed: u64 },
-    /// Contents found nowhere else: the tenant's pid is part of the seed.
+    /// Contents that are found nowhere else, because the tenant's pid is part of the seed.
     Random { pages: u64, seed: u64 },
-    /// Zeros that were written, so that each page has a frame of its own.
+    /// Zeros that we write, so that each page has a frame of its own.
     Zero { pages: u64 },
     /// Contents that differ within the segment and are the same in every tenant.
     Shared { pages: u64, seed: u64 },
     /// The contents of `Shared`, in another order.
     Permuted { pages: u64, seed: u64 },
-    /// `percent` of a hundred pages have one content, spread evenly; the others are like `Random`.
+    /// `percent` of a hundred pages have one content and are spread evenly; the others are like `Random`.
     Thin { pages: u64, seed: u64, percent: u64 },
-    /// Every content exactly twice, half the segment apart.
+    /// Every content is there twice, half the segment apart.
     Pairs { pages: u64, seed: u64 },
-    /// Pages that differ only in their last eight bytes (the page's index): the worst case for a comparison.
+    /// Pages that differ only in their last eight bytes, which hold the page's number: the worst case for a comparison.
     Tails { pages: u64, seed: u64 },
 }
 

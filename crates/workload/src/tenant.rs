@@ -13,11 +13,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time limit for an answer. Filling 4 GiB takes seconds on a busy machine; a tenant that takes a minute has been
+/// How long an answer may take. Filling 4 GiB takes seconds on a busy machine. A tenant that takes a minute has been
 /// stopped.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Time limit for a tenant to end by itself.
+/// How long a tenant may take to end by itself.
 const QUIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// A running tenant. Dropping it ends the process.
@@ -40,7 +40,7 @@ impl Tenant {
         Self::start_by(&[], program, spec)
     }
 
-    /// Starts a tenant through a command that executes the program, such as `taskset -c 0`.
+    /// Like [`Self::start`], but through a command that executes the program, such as `taskset -c 0`.
     pub fn start_by(by: &[&str], program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         let mut words: Vec<&OsStr> = by.iter().map(OsStr::new).collect();
         words.push(program.as_os_str());
@@ -56,7 +56,7 @@ impl Tenant {
         self.0.pid()
     }
 
-    /// Has the tenant compare every byte of its memory with the one it wrote.
+    /// Has the tenant compare every byte of its memory with the one that it wrote.
     pub fn verify(&mut self) -> anyhow::Result<Verdict> {
         let answer = self.ask("verify")?;
         match answer.split_once(' ') {
@@ -73,8 +73,8 @@ impl Tenant {
         self.ask(&format!("touch {}", pages.0)).map(drop)
     }
 
-    /// Has the tenant read for `time` in each segment, one word at a time, where each word tells the place of the
-    /// next. Returns nanoseconds per read, for each segment.
+    /// Has the tenant read for `time` in each segment, one word at a time, where each word determines the next one's
+    /// place. Returns nanoseconds per read, for each segment.
     pub fn chase(&mut self, time: Duration) -> anyhow::Result<Vec<f64>> {
         let answer = self.ask(&format!("chase {}", time.as_millis()))?;
         serde_json::from_str(&answer).with_context(|| format!("the tenant answered {answer:?} to chase"))
@@ -90,14 +90,14 @@ impl Tenant {
         self.ask("damage").map(drop)
     }
 
-    /// Starts the activity of its spec.
+    /// Starts the activity in the tenant's spec.
     pub fn begin(&mut self) -> anyhow::Result<()> {
         let answer = self.ask("begin")?;
         ensure!(answer == "ok", "the tenant answered {answer:?} to begin");
         Ok(())
     }
 
-    /// The counters of its activity so far; `None` if it has none.
+    /// The counters of the tenant's activity so far. `None` if it has none.
     pub fn counters<C: DeserializeOwned>(&mut self) -> anyhow::Result<Option<C>> {
         serde_json::from_str(&self.ask("counters")?).context("cannot parse the tenant's counters")
     }

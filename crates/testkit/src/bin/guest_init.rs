@@ -41,7 +41,7 @@ fn mount(kind: &str, at: &str) {
     assert_eq!(done, 0, "mount {at}: {}", std::io::Error::last_os_error());
 }
 
-/// The second serial port; the kernel and the programs write to the first.
+/// The second serial port. The kernel and the programs write to the first.
 fn results() -> File {
     let port = OpenOptions::new().write(true).open("/dev/ttyS1").expect("/dev/ttyS1");
     // SAFETY: all zeros is a termios, and the calls read and write nothing else.

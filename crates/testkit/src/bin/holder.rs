@@ -1,15 +1,15 @@
 //! `holder PAGES` holds memory and changes it page by page on command.
 //!
 //! It prints the number of its first page, then reads commands from standard input, one per line, and answers each with
-//! a number. `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` answer 0, `fork` answers the
-//! child's pid (with `FIRST PAGES CONTENT`, the child writes these pages first), and `check` answers how many pages don't
+//! a number. `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` answer 0. `fork` answers the
+//! child's pid; with `FIRST PAGES CONTENT` the child writes these pages first. `check` answers how many pages don't
 //! hold the content written to them. The program ends when its input does.
 //!
 //! After `watch` it checks its memory all the time, one part between two commands.
 //!
-//! `time` answers the number of its pages, and then, on a line for each page, the cycles that a write to it takes.
+//! `time` answers the number of its pages, and then, on a line for each page, how many cycles a write to it takes.
 //!
-//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `pin
+//! These commands change its identity, or how it uses its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `pin
 //! FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all of
 //! its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `dumpable 0|1`, `user ID`
 //! (and group; stays dumpable), `group ID`, `sleep` (uninterruptibly, for ever) and `exec PAGES PROGRAM` (the new
@@ -22,7 +22,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::process::CommandExt;
 
 const PAGE: usize = 4096;
-/// Inaccessible pages on either side, so that the memory doesn't become part of a neighbouring mapping.
+/// Inaccessible pages on either side of the memory, which keep it from becoming part of a neighbouring mapping.
 const FENCE: usize = 512;
 /// How many pages we check at a time.
 const PART: usize = 64;
@@ -176,7 +176,7 @@ fn main() {
     std::hint::black_box(bytes);
 }
 
-/// Counts pages that don't have the content written to them, each once.
+/// Counts pages that don't have the content written to them. Counts each only once.
 fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
     let (mut expected, mut damaged) = ([0; PAGE], 0);
     for (page, content) in bytes.chunks_exact(PAGE).zip(written) {
@@ -190,8 +190,8 @@ fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
     damaged
 }
 
-/// Whether a command comes within a moment. The input buffer is empty then, because we answer each command before the
-/// next one is sent.
+/// Whether a command comes within a moment. We can poll: the input buffer is empty, because the next command is only
+/// sent after we've answered.
 fn has_input() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd, which lives through the call.
@@ -205,7 +205,7 @@ fn time_of_write(page: &mut [u8]) -> u64 {
     // SAFETY: a byte of the page, to which we hold a reference. The instructions are part of x86-64.
     #[allow(unused_unsafe)]
     unsafe {
-        // We read first, so that the address's translation is cached: then a write without a page fault is fast.
+        // We read first to get the address into the TLB: then a write without a page fault is fast.
         let byte = last.read_volatile();
         _mm_mfence();
         _mm_lfence();
@@ -255,7 +255,7 @@ fn register(start: u64, length: u64) {
     }
 }
 
-/// Has io_uring pin memory permanently, as registered buffers of at most 1 GiB.
+/// Pins memory for good, as registered buffers of io_uring, at most 1 GiB each.
 fn pin(start: u64, length: u64) {
     const REGISTER_BUFFERS: u32 = 0;
     const LARGEST: u64 = 1 << 30;
@@ -283,7 +283,7 @@ fn map(start: *mut libc::c_void, length: usize, path: &str) {
     assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
 }
 
-/// Maps `count` parts of a file, none beside its neighbour in the file.
+/// Maps `count` parts of a file that aren't adjacent in it, so that the kernel can't join the mappings.
 fn map_files(count: u64) {
     // SAFETY: the name ends with a zero; the new descriptor is ours alone.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"files".as_ptr(), libc::MFD_CLOEXEC)) };
@@ -299,7 +299,7 @@ fn map_files(count: u64) {
     }
 }
 
-/// Sleeps as the parent of a vfork does: no stop and no signal but SIGKILL reaches it.
+/// Sleeps like the parent of a vfork, so that neither a stop nor a signal other than SIGKILL reaches it.
 fn sleep_uninterruptibly() {
     // SAFETY: the child makes only system calls and never returns; it ends with its parent.
     unsafe {

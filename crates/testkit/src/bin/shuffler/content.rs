@@ -1,18 +1,18 @@
-//! The content of a page as a function of eight bytes, so that the model of a gigabyte takes only two megabytes.
+//! Describes a page's content by eight bytes, so that the model of a gigabyte takes only two megabytes.
 
 use pagefold_engine::random::finalize as mix;
 
 /// Words in a page.
 pub const WORDS: usize = 512;
 
-/// Contents with this bit are unique to one shuffler; all others are common to all shufflers.
+/// Ids with this bit are for contents unique to one shuffler. All other contents are common to all shufflers.
 const UNIQUE: u32 = 1 << 31;
 
-/// The content of a page: 512 words that follow from `id` (zeros for id 0); one of them may be replaced.
+/// The content of a page: 512 words that follow from `id` (zeros for id 0). One word may be replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Content {
     id: u32,
-    /// 0 if no word is replaced. Otherwise the low nine bits are its index, and all bits the seed of its value.
+    /// 0 if no word is replaced. Otherwise the low nine bits are the word's index, and all bits the seed of its value.
     replaced: u32,
 }
 
@@ -39,7 +39,7 @@ impl Content {
         (self.replaced != 0).then(|| (self.replaced as usize % WORDS, mix(u64::from(self.replaced))))
     }
 
-    /// All words, in order. `salt` makes the unique contents of each shuffler different.
+    /// All words, in order. `salt` makes the unique contents of two shufflers different.
     pub fn words(self, salt: u64) -> impl Iterator<Item = u64> {
         let (first, step) = match self.id {
             0 => (0, 0),

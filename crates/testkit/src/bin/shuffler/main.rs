@@ -1,8 +1,8 @@
 //! A program that changes its memory in many ways and knows what every byte of it must be, for tests of data integrity.
 //!
 //! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages share contents with other shufflers. It prints
-//! `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from its
-//! seed. It keeps a model of the contents, checks every byte at least once a second, and then prints a line with
+//! `ready`. Then it writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from its
+//! seed. It keeps a model of the contents, and at least once a second it checks every byte and prints a line with
 //! counts. When its input ends, it prints `end ok` and exits with code 0. When it finds damage, it prints `bad: PAGE,
 //! EXPECTED, FOUND` at once and exits with code 1.
 
@@ -27,7 +27,7 @@ struct Options {
     huge: bool,
     /// Pause after each operation, microseconds.
     pause_us: u64,
-    /// Memory that `burst` takes and gives back, MiB.
+    /// How much memory the operation `burst` takes and gives back, MiB.
     burst: usize,
     /// Falsify the model after the first second, to prove that the checks can fail.
     sabotage: bool,
@@ -173,7 +173,7 @@ impl Shuffler {
         Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
     }
 
-    /// A new content for a page: either the other shufflers have it at this page too, or nobody has.
+    /// A new content for a page. Either the other shufflers have it at this page too, or no shuffler has it at all.
     fn content(&mut self, region: usize, page: usize) -> Content {
         if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
@@ -191,7 +191,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// A random range of pages: region, first page, number.
+    /// Chooses a random range of pages. Returns region, first page, and number of pages.
     fn some(&mut self, most: usize) -> (usize, usize, usize) {
         let region = self.index(self.regions.len());
         let all = self.regions[region].pages.len();
@@ -358,7 +358,7 @@ impl Shuffler {
             -1 => Err(Damage(format!("fork: {}", std::io::Error::last_os_error()))),
             pid => {
                 self.children.push(pid);
-                // We write at once, while both processes share their pages.
+                // We write at once, while parent and child still share their pages.
                 self.write(16)
             }
         }
@@ -409,7 +409,7 @@ fn burst(mib: usize) {
 
 fn input_ended() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // An input that has ended counts as ready, although nobody ever sends anything.
+    // An input that has ended counts as ready, and nobody ever sends anything here.
     // SAFETY: one pollfd, which lives through the call.
     unsafe { libc::poll(&raw mut input, 1, 0) > 0 }
 }

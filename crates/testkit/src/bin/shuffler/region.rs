@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 pub const PAGE: usize = 4096;
-/// Address space that we keep for each mapping, with a hole behind it.
+/// How much address space we keep for each mapping. It's more than the mapping needs, so a hole follows.
 const SLOT: usize = 32 << 20;
 /// The maximum length of a mapping, pages.
 pub const MOST: usize = 4096;
@@ -88,12 +88,12 @@ impl Region {
         (self.start + page * PAGE) as *mut u64
     }
 
-    /// Call this before a write. Returns the number of faults so far if the mapping is read-only.
+    /// Call this before a write. If the mapping is read-only, returns the number of faults so far.
     fn expect_fault(&self) -> Option<u64> {
         self.read_only.then(|| FAULTS.load(Ordering::SeqCst))
     }
 
-    /// Call this after the write: there must have been one fault, whose handler has made the mapping writable.
+    /// Call this after the write. A read-only mapping must have had one fault, whose handler has made it writable.
     fn faulted(&mut self, before: Option<u64>) -> Result<(), Damage> {
         let Some(before) = before else { return Ok(()) };
         self.read_only = false;
@@ -114,7 +114,7 @@ impl Region {
         self.faulted(before)
     }
 
-    /// Writes a content that differs in one word; a word that was replaced before is restored.
+    /// Writes a content that differs from the present one in a word. Also restores a word that was replaced before.
     pub fn replace_word(&mut self, page: usize, content: Content) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         let all = |content: Content| content.words(self.salt);
@@ -191,11 +191,11 @@ impl Region {
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
     }
 
-    /// Makes the mapping longer, with zeros, or shorter. The error is errno.
+    /// Makes the mapping shorter, or longer with zeros. The error is errno.
     pub fn resize(&mut self, pages: usize) -> Result<(), i32> {
         self.unprotect();
         let old = self.pages.len() * PAGE;
-        // The slot is large enough, but its reservation is in the way.
+        // The slot is large enough, but we have to unmap the part of its reservation that we grow into.
         if pages > self.pages.len() {
             // SAFETY: reserved address space that nothing refers to.
             unsafe { libc::munmap((self.start + old) as *mut _, pages * PAGE - old) };

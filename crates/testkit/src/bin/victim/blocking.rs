@@ -1,4 +1,4 @@
-//! Modes that block in a system call, twice: until its timeout or event, and until a real signal.
+//! Modes that block in a system call twice: first until its timeout or event, then until a real signal.
 
 use crate::checks::{HANDLED, LONG_MS, WAIT_MS, signals, signals_back};
 use crate::handlers;
@@ -60,7 +60,7 @@ fn block_twice(kind: &mut Kind) -> Result<(), String> {
         return Err(format!("a real signal: answered {answer}, not -4, and the handler ran {handled} times"));
     }
     signals_back(&before)?;
-    // Undoes the mode's mask: `main` compares with the mask before it.
+    // Undoes the mode's mask, because `main` compares with the mask from before the mode.
     handlers::mask(0);
     Ok(())
 }

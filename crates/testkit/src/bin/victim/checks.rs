@@ -1,4 +1,4 @@
-//! The checks of a victim: of its memory, its signals, its registers.
+//! The checks that a victim makes: of its memory, its signals, its registers.
 
 use crate::system::{ANONYMOUS, WRITABLE, map};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,7 +43,8 @@ impl Memory {
         assert_eq!(unsafe { libc::getrandom((&raw mut seed).cast(), 8, 0) }, 8);
         seed |= 1;
         unsafe {
-            // With an inaccessible page on either side, so that the kernel doesn't join it with another mapping.
+            // We leave an inaccessible page on either side, so that the kernel doesn't join the mapping with another
+            // one.
             let addr = map(length + 2 * 4096, libc::PROT_NONE, ANONYMOUS, -1).add(4096).cast::<u64>();
             assert_eq!(libc::mprotect(addr.cast(), length, WRITABLE), 0);
             (0..PAGES * 512).for_each(|word| addr.add(word).write_volatile((word as u64 + 1).wrapping_mul(seed)));
@@ -63,7 +64,7 @@ impl Memory {
     }
 }
 
-/// Tells the test the verdict.
+/// Prints the verdict for the test.
 pub fn report(verdict: Result<(), String>) {
     match verdict {
         Ok(()) => println!("ok"),
@@ -105,9 +106,9 @@ pub fn signals() -> Signals {
         let mut action = [0_u64; 4];
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, std::ptr::null::<u64>(), action.as_mut_ptr(), 8) };
         match (signal, action[0]) {
-            // The C library uses these, and sets them when it first needs them.
+            // The C library uses these signals, and sets their handlers when it first needs them.
             (32 | 33, _) => [0; 4],
-            // Flags mean nothing for the default and for ignoring.
+            // For the default action and for ignored signals the flags mean nothing.
             (_, plain @ 0..=1) => [plain, 0, 0, 0],
             _ => action,
         }

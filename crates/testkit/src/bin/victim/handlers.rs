@@ -1,5 +1,5 @@
-//! The handlers of the torture's signals. Each determines where it interrupted the thread, so that we can attribute
-//! every EINTR.
+//! The handlers for the signals of the torture test. Each determines where it interrupted the thread, so that we can
+//! attribute every EINTR.
 
 use crate::checks::unsigned;
 use crate::hold::{after_syscall, spin};
@@ -15,13 +15,13 @@ const EINTR: i64 = -4;
 
 /// How many times handlers have run.
 pub static RUNS: AtomicU64 = AtomicU64::new(0);
-/// How many of these found the thread about to return EINTR from the checked call.
+/// How many of these runs found the thread about to return EINTR from the checked call.
 pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
-/// How many of these handled signals without SA_RESTART.
+/// How many of the runs that found an EINTR handled a signal without SA_RESTART.
 pub static FOR_GOOD: AtomicU64 = AtomicU64::new(0);
-/// Signals sent by an injected call that interrupted the checked call, arrived before it, or elsewhere.
+/// How many signals sent by an injected call interrupted the checked call, arrived before it, or arrived elsewhere.
 pub static OWN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
-/// How long a handler computes.
+/// How long a handler computes, in rounds of [`spin`].
 pub static SPIN: AtomicU64 = AtomicU64::new(20_000);
 static BAD: AtomicU64 = AtomicU64::new(0);
 static OWN_PID: AtomicI32 = AtomicI32::new(0);
@@ -49,7 +49,7 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let mask = unsafe { (&raw const (*context).uc_sigmask).cast::<u64>().read() };
     let rip = gregs[libc::REG_RIP as usize];
     let (rax, before) = (gregs[libc::REG_RAX as usize], rip == after_syscall() - 2);
-    // The kernel is about to continue the call by restart_syscall, which returns EINTR after a handler
+    // At `restart_syscall` the kernel is about to continue the call, but after a handler that returns EINTR
     // (kernel/signal.c, do_no_restart_syscall).
     let interrupted = (rip == after_syscall() && rax == EINTR) || (before && rax == libc::SYS_restart_syscall);
     RUNS.fetch_add(1, Relaxed);
@@ -57,7 +57,7 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         INTERRUPTED.fetch_add(1, Relaxed);
         FOR_GOOD.fetch_add(u64::from(signal != RESTARTING), Relaxed);
     }
-    // SI_USER: kill(2). The test queues its signals with sigqueue(3).
+    // SI_USER: an injected kill(2) sent the signal. The test itself uses sigqueue(3).
     if unsafe { (*info).si_code == 0 && (*info).si_pid() == OWN_PID.load(Relaxed) } {
         let kind = if interrupted { 0 } else { 2 - usize::from(before) };
         OWN[kind].fetch_add(1, Relaxed);
@@ -93,7 +93,7 @@ pub fn install() {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = storm as *const () as usize;
             action.sa_flags = flags | libc::SA_SIGINFO;
-            // Otherwise a handler could interrupt another on the alternate stack and run there too.
+            // Otherwise a handler that interrupts another one on the alternate stack would run there, too.
             for other in [PLAIN, RESTARTING, ON_STACK] {
                 libc::sigaddset(&raw mut action.sa_mask, other);
             }
@@ -104,12 +104,12 @@ pub fn install() {
     crate::checks::handle(libc::SIGURG, libc::SIG_IGN, 0);
 }
 
-/// Resets an error that we provoked on purpose.
+/// Forgets an error that we've provoked on purpose. Returns whether there was one.
 pub fn forgive() -> bool {
     BAD.swap(0, Relaxed) == 4
 }
 
-/// Sets the alternate stack to all of its memory, or to a part of it, so that we can tell the two settings apart.
+/// Sets the alternate stack to all of its memory, or to a part of it. We can tell the two settings apart.
 pub fn alternate_stack(whole: bool) -> (usize, usize) {
     let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
     let size = STACK_BYTES - if whole { 0 } else { 8192 };
@@ -125,7 +125,7 @@ pub fn mask(new: u64) -> u64 {
     old
 }
 
-/// Unblocks the counted signals: handlers of pending ones run before this returns.
+/// Unblocks the counted signals, so the handlers of pending ones run before this returns.
 pub fn drain() {
     let storm = STORM;
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_UNBLOCK, &raw const storm, 0, 8) };

@@ -1,7 +1,5 @@
-//! Fills all registers before a system call or a computation, and checks them afterwards.
-//!
-//! These are the processor's general-purpose, x87, vector and mask registers, MXCSR, the carry flag (while counting)
-//! and the memory below the stack pointer.
+//! We check the general-purpose, x87, vector and mask registers, MXCSR, the carry flag (while counting), and the memory
+//! below the stack pointer.
 
 use crate::checks::HARMLESS;
 use std::arch::global_asm;
@@ -33,7 +31,7 @@ pub struct Frame<const BELOW: usize> {
     below_bytes: usize,
     extended: Area,
     extended_after: Area,
-    /// The state that we return with.
+    /// Our own state, to return with.
     own: Area,
     /// The memory below the stack pointer, ending with the red zone.
     below: [u8; BELOW],
@@ -54,7 +52,8 @@ unsafe extern "C" {
     fn victim_spin();
     static victim_spinning: u8;
     static victim_spun: u8;
-    // After a stop the kernel doesn't show which of these calls it was: only the code does.
+    // If a stop interrupts one of these calls, the kernel doesn't show which one it was; only the code does. So each
+    // has code of its own.
     pub fn victim_nanosleep();
     pub fn victim_futex();
     pub fn victim_poll();
@@ -164,7 +163,7 @@ pub fn after_syscall() -> i64 {
     i64::try_from((&raw const victim_after_call).addr()).unwrap_or(0)
 }
 
-/// Where [`spin`] counts.
+/// The addresses of the loop in which [`spin`] counts.
 pub fn spinning() -> Range<i64> {
     let [start, end] = [&raw const victim_spinning, &raw const victim_spun].map(<*const u8>::addr);
     i64::try_from(start).unwrap_or(0)..i64::try_from(end).unwrap_or(0)
@@ -174,7 +173,7 @@ pub fn spinning() -> Range<i64> {
 struct Extended {
     /// x87, SSE, AVX and the three parts of AVX-512, as a mask for XSAVE.
     features: u64,
-    /// The bytes to compare. Not the last x87 instruction and operand, nor bytes that XSAVE doesn't write.
+    /// The bytes to compare. We leave out the last x87 instruction and operand, and bytes that XSAVE doesn't write.
     compared: [Range<usize>; 8],
 }
 
@@ -197,7 +196,7 @@ static EXTENDED: LazyLock<Extended> = LazyLock::new(|| {
     Extended { features, compared }
 });
 
-/// Detects the processor's features, before a filter or a handler interferes.
+/// Detects the processor's features now, before a filter or a handler interferes.
 pub fn prepare() {
     LazyLock::force(&EXTENDED);
 }
@@ -256,8 +255,8 @@ impl<const BELOW: usize> Frame<BELOW> {
         unsafe { victim_probe((&raw mut *self).cast()) };
     }
 
-    /// Compares these general-purpose registers, all others, and the red zone. Doesn't allocate, because it runs in
-    /// signal handlers.
+    /// Compares these general-purpose registers, all other registers, and the red zone. Doesn't allocate, because it
+    /// runs in signal handlers.
     pub fn check(&self, general: Range<usize>) -> Result<(), Difference> {
         let compare = |what, mut numbers: Range<usize>, differs: &dyn Fn(usize) -> bool| {
             numbers.find(|&number| differs(number)).map_or(Ok(()), |number| Err(Difference { what, number }))
@@ -283,18 +282,18 @@ pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     frame.general[1..7].copy_from_slice(&args);
     frame.run();
     let describe = |what| format!("{}: {:x?} after {:x?}", String::from(what), frame.general_after, frame.general);
-    // We don't compare rax, rcx and r11.
+    // We don't compare rax, rcx and r11, which the call changes.
     frame.check(1..RCX).map_err(describe)?;
     let answer = i64::from_ne_bytes(frame.general_after[0].to_ne_bytes());
     if (-4095..-133).contains(&answer) { Err(format!("leaked errno {answer}")) } else { Ok(answer) }
 }
 
-/// Counts down, `rounds` of about a third of a nanosecond, and checks that every register survives it.
+/// Counts down for `rounds` rounds of about a third of a nanosecond. Checks that every register survives this.
 pub fn spin(rounds: u64) -> Result<(), Difference> {
     let mut frame = Frame::<RED>::new(victim_spin, rounds);
     frame.general[RCX] = rounds.max(1);
     frame.run();
-    // The carry flag.
+    // Afterwards rcx holds the carry flag.
     frame.general[RCX] = 1;
     frame.check(0..GENERAL)
 }

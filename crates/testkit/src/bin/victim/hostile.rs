@@ -1,11 +1,11 @@
-//! Targets that try to be harmed, or to escape their sandbox, while we inject calls into them.
+//! Targets that try to get themselves harmed, or to escape their sandbox, while we inject calls into them.
 //!
-//! `victim hostile KIND`, for `inject/tests/attack.rs`, prints `ready ADDR LEN`, attacks until the test sends a byte,
-//! and prints `ok`, `ok absent: FEATURE...` if the machine lacks something it needs, or `bad: REASON`. Each kind checks
-//! itself all the time.
+//! `victim hostile KIND`, for `inject/tests/attack.rs`, prints `ready ADDR LEN` and attacks until the test sends a
+//! byte. Then it prints `ok`, `ok absent: FEATURE...` if the machine lacks something that it needs, or `bad: REASON`.
+//! Each kind checks itself all the time.
 //!
-//! The injector must choose the thread that attacks: no thread blocks in a call that suits it better, not even to wait
-//! for input.
+//! The injector must choose the thread that attacks. So no other thread may suit it better, and nothing blocks in a
+//! call that the injector can interrupt, not even to wait for input.
 
 mod stacks;
 mod states;
@@ -55,7 +55,7 @@ pub fn main(kind: &str) {
     }
 }
 
-/// Whether the test has asked for the verdict. Only one call in 64 looks for the request.
+/// Whether the test has asked for the verdict. Only one in 64 calls reads the input.
 fn done() -> bool {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     if CALLS.fetch_add(1, Ordering::Relaxed) % 64 == 0 && is_asked_to_end() {
@@ -82,7 +82,7 @@ fn rounds(memory: Memory, mut round: impl FnMut() -> Result<(), String>) -> Resu
     }
 }
 
-/// Attacks while another thread writes and checks `areas` all the time: nothing else writes there, not even for a
+/// Attacks while another thread writes and checks `areas` all the time. Nothing else may write there, not even for a
 /// moment.
 fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     let over = AtomicBool::new(false);
@@ -112,7 +112,7 @@ fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) 
     })
 }
 
-/// Makes the code of all files writable, so that nobody can rely on an instruction in it.
+/// Makes all mapped code of files writable, so that nobody can rely on an instruction in it.
 fn make_code_writable() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines().filter(|line| line.contains(" r-xp ") && line.contains('/')) {
@@ -124,7 +124,7 @@ fn make_code_writable() {
     }
 }
 
-/// A thread sleeps at a `syscall` instruction that a sibling keeps replacing by a jump to a call that the filter
+/// A thread sleeps at a `syscall` instruction, which a sibling keeps replacing by a jump to a call that the filter
 /// denies.
 fn code_swap() -> Result<(), String> {
     const SWAPPED: usize = 32;
@@ -156,10 +156,11 @@ fn code_swap() -> Result<(), String> {
     assert!(crate::seccomp::filter(libc::SYS_mkdir, libc::SECCOMP_RET_ERRNO | 1), "seccomp filters are not permitted");
     let (code, top) = (code as usize, stack as usize + 65536 - 64);
     std::thread::spawn(move || unsafe {
-        // We run on a stack that is no thread's, so that nobody can leave a signal frame below it.
+        // The thread runs on a stack that doesn't look like a thread's, so that the injector can't leave a signal frame
+        // there.
         asm!("mov rsp, {top}", "jmp {code}", top = in(reg) top, code = in(reg) code, options(noreturn));
     });
-    // The rest of this process is never at rest, so the injector doesn't choose it.
+    // This thread never rests, so the injector doesn't choose it.
     let word = unsafe { &*writable.add(SWAPPED).cast::<std::sync::atomic::AtomicU16>() };
     let jump = u16::from_le_bytes([0xeb, u8::try_from(FORBIDDEN - SWAPPED - 2).unwrap()]);
     std::thread::sleep(std::time::Duration::from_millis(50));
@@ -178,7 +179,7 @@ fn code_swap() -> Result<(), String> {
     Ok(())
 }
 
-/// Does something until the test asks for the verdict. Each time must run the handler, which counts.
+/// Repeats `act` until the test asks for the verdict. Each time must run the handler, which counts.
 fn each_is_handled(what: &str, act: impl Fn(), handled: impl Fn() -> u64) -> Result<(), String> {
     let mut made = 0;
     while !done() {
@@ -192,7 +193,7 @@ fn each_is_handled(what: &str, act: impl Fn(), handled: impl Fn() -> u64) -> Res
     Ok(())
 }
 
-/// Makes calls that its filter turns into SIGSYS.
+/// Makes calls that a filter turns into SIGSYS.
 fn trapped_calls() -> Result<(), String> {
     handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
     crate::seccomp::filter_madvise(libc::SECCOMP_RET_TRAP)?;
@@ -215,7 +216,7 @@ fn breakpoints() -> Result<(), String> {
     each_is_handled("breakpoints", || unsafe { asm!("int3") }, || BREAKPOINTS.load(Ordering::Relaxed))
 }
 
-/// Waits for events that don't come, and for no signal. No wait may answer EINTR.
+/// Waits for events that don't come, while no signal comes. So no wait may answer EINTR.
 fn epoll() -> Result<(), String> {
     let fd = unsafe { libc::epoll_create1(0) };
     let mut event = libc::epoll_event { events: 0, u64: 0 };

@@ -6,10 +6,11 @@ use crate::handlers::{self, STORM, bit};
 use crate::system::{WRITABLE, map};
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-/// The timeout of repeated calls, in milliseconds.
+/// The timeout of calls that we make again and again, in milliseconds.
 const REPEATED_MS: i64 = 30;
-/// The timeout of the next call. If it isn't [`REPEATED_MS`] when we choose the kind, each call ends by its timeout; a
-/// call without one ends by an event after that time the first time, and by a signal the next.
+/// The timeout of the next call. If it isn't [`REPEATED_MS`] when we choose the kind, we make the call only twice. Then
+/// a call with a timeout ends by it. A call without one ends by an event after that time, and the second time by a
+/// signal.
 pub static TIMEOUT_MS: AtomicI64 = AtomicI64::new(REPEATED_MS);
 const EAGAIN: i64 = -11;
 const ETIME: i64 = -62;
@@ -24,11 +25,11 @@ pub struct Kind {
     pub args: Args,
     /// Judges any answer but EINTR.
     pub after: After,
-    /// Whether a handler with SA_RESTART leaves the call waiting.
+    /// Whether the kernel restarts the call after a handler with SA_RESTART.
     pub restarts: bool,
-    /// Whether we unblock the counted signals only while the call waits, so each of their handlers means an EINTR.
+    /// Whether we unblock the counted signals only while the call waits. Then each of their handlers means an EINTR.
     pub masked: bool,
-    /// Removes everything that outlives the process.
+    /// Removes what would outlive the process.
     pub remove: Box<dyn Fn()>,
 }
 
@@ -38,7 +39,7 @@ impl Kind {
     }
 }
 
-/// Memory for an argument, which we write before each call.
+/// Memory for a call's argument. It lives for ever, and we may write it before each call.
 struct Place<T>(*mut T);
 
 impl<T: 'static> Place<T> {
@@ -78,7 +79,7 @@ impl Timeout {
 }
 
 /// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that we don't
-/// repeat there is one event.
+/// repeat, the child makes one event.
 pub fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
     if !is_repeated() {
@@ -137,7 +138,7 @@ fn either(a: i64, b: i64) -> After {
     })
 }
 
-/// Ready or timed out; if ready, we read the bytes, which must be the next ones.
+/// Accepts an answer of ready or timed out. If ready, reads the bytes, which must be the next ones.
 fn drained(fd: i32) -> After {
     let mut order = Order::default();
     unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) };
@@ -192,7 +193,7 @@ fn count_up(word: &'static AtomicU32) {
     });
 }
 
-/// Blocks the counted signals and SIGUSR1. Returns the address of the mask for the call, which unblocks them.
+/// Blocks the counted signals and SIGUSR1. Returns the address of a mask that unblocks them, for the call.
 fn masked() -> u64 {
     handlers::mask(STORM | bit(libc::SIGUSR1));
     Place::new(0_u64).addr()
@@ -404,7 +405,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
         }
         "io-uring" | "io-uring-mask" | "io-uring-sqpoll" => {
             let ring = ring(if mode == "io-uring-sqpoll" { 2 } else { 0 })?;
-            // GETEVENTS with an extended argument: a mask, its size, a timeout.
+            // GETEVENTS with an extended argument of mask, mask size and timeout.
             let extended = Place::new([0_u64; 3]);
             let args = move || [ring, 0, 1, 1 | 8, extended.set([mask, 8, timeout.set()]), 24];
             make(libc::SYS_io_uring_enter, exactly(ETIME), Box::new(args))
@@ -413,7 +414,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
     })
 }
 
-/// An io_uring. Flag 2: with a kernel thread that polls for submissions.
+/// An io_uring. With flag 2, a kernel thread polls for submissions.
 pub fn ring(flags: u32) -> Result<u64, String> {
     let mut params = [0_u32; 30];
     params[2] = flags;
@@ -422,7 +423,7 @@ pub fn ring(flags: u32) -> Result<u64, String> {
     set_up_ring(&mut params).map(word)
 }
 
-/// An io_uring with these parameters, which the kernel completes.
+/// An io_uring with these parameters. The kernel fills in the rest.
 pub fn set_up_ring(params: &mut [u32; 30]) -> Result<i32, String> {
     let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, params.as_mut_ptr()) };
     i32::try_from(ring).ok().filter(|&ring| ring >= 0).ok_or_else(|| "skip: io_uring_setup is not permitted".into())
@@ -453,7 +454,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
     })
 }
 
-/// Waits for a child, and starts a new one after reaping it.
+/// Waits for a child, and after reaping it starts another one.
 fn children(wait4: bool) -> Kind {
     let child = std::rc::Rc::new(std::cell::Cell::new(0));
     let current = std::rc::Rc::clone(&child);

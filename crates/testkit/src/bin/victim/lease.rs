@@ -1,5 +1,5 @@
-//! Mode `lease DIR`: takes KSM over as pagefold does, with its lock and its state file in DIR, and prints `taken`. For
-//! tests that kill it.
+//! Mode `lease DIR`: takes KSM over as pagefold does, with lock and state file in DIR, and prints `taken`. For tests
+//! that kill it.
 
 use pagefold_engine::host::ScanOrder;
 use pagefold_ksm::controller::KsmdController;

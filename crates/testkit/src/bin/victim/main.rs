@@ -1,9 +1,9 @@
-//! Processes for the injection tests to work on. Each checks that it notices nothing.
+//! Processes for the injection tests. Each checks that it doesn't notice the injection.
 //!
 //! `victim MODE`, for pagefold-inject's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
-//! `bad: REASON`. Modes that block do so twice: the first time the call must end as if there were no injection (by its
-//! timeout or event); before the second the victim prints `again`, and a real SIGUSR1 must end the call with EINTR and
-//! one run of the handler.
+//! `bad: REASON`. Modes that block do so twice. The first time, the call must end as if there were no injector, by its
+//! timeout or event. Before the second time the victim prints `again`; then a real SIGUSR1 must end the call with EINTR
+//! and one run of the handler.
 //!
 //! | command | for |
 //! | --- | --- |

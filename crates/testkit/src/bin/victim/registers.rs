@@ -1,9 +1,9 @@
-//! Mode `registers KIND`: again and again the victim loads all its registers with known values, blocks or computes, and
-//! checks afterwards that each register, its signals and its memory are as before.
+//! Mode `registers KIND`: in each round the victim loads all its registers with known values, blocks or computes, and
+//! then checks that each register, its signals and its memory are as before.
 //!
-//! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input; the victim then prints `round`.
-//! Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its red zone,
-//! and `ok` or `bad: REASON`.
+//! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input. The victim then prints `round`.
+//! Any other byte ends the round. The victim then prints `stack clean` or `stack written`, for the memory below its red
+//! zone, and `ok` or `bad: REASON`.
 #![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
 use crate::blocking::{epoll, pipe};
@@ -43,10 +43,10 @@ static LONG: libc::timespec = libc::timespec { tv_sec: 60, tv_nsec: 0 };
 const WAITED_FOR: i32 = 40;
 
 impl Stage {
-    /// The call, its arguments, and its result when the round ends.
+    /// The call, its arguments, and what it must return when the round ends.
     fn call(&mut self) -> (i64, [u64; 6], u64) {
         let [reader, _] = self.pipe;
-        // In memory that outlives the call.
+        // The buffer outlives the call.
         let buffer = self.memory.as_ptr() as u64 + self.memory.len() as u64 - 64;
         match self.kind.as_str() {
             "nanosleep" => (libc::SYS_nanosleep, [&raw const SLEEP as u64, 0, 0, 0, 0, 0], 0),
@@ -96,11 +96,11 @@ impl Stage {
         println!("round");
         frame.run();
         self.ended();
-        // A wait that begins, or restarts, after the word has changed returns at once.
+        // If a futex wait begins or restarts after the word has changed, it returns at once.
         let late = (-i64::from(libc::EAGAIN)) as u64;
         let is_late = self.kind.starts_with("futex") && frame.general_after[0] == late;
         frame.general[0] = if is_late { late } else { answer };
-        // The last two hold the return address and the flags after a call.
+        // After a call, the last two registers hold the return address and the flags.
         let computes = self.kind.starts_with("busy");
         frame.check(0..if computes { frame.general.len() } else { RCX })?;
         signals_back(&signals)?;
@@ -218,7 +218,7 @@ fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     end_rounds(writer, None, begin);
 }
 
-/// Makes the rounds on a stack in heap memory, which nobody can recognize as a stack.
+/// Makes the rounds on a stack in heap memory, which nobody can recognize as a thread's stack.
 fn on_the_heap(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     let writer = stage.pipe[1];
     unsafe { spawn_on(anonymous(1 << 20), 1 << 20, Box::new(move || rounds(stage, None, &begun))) };

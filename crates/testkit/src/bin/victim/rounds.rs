@@ -12,14 +12,14 @@ use pagefold_testkit::injection::CONTENT;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Pause of victims that compute: many share the processors.
+/// How long victims that compute pause, because many share the processors; in microseconds.
 const REST_US: u32 = 3000;
 
-/// The number of short writes.
+/// How many writes were cut short.
 pub static SHORT: AtomicU64 = AtomicU64::new(0);
 static COMPLAINT: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs a mode. `None` if it's none of these.
+/// Runs a mode. `None` if the mode isn't one of these.
 pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result<(), String>>, String> {
     Ok(Some(match mode {
         "busy" => rounds(memory, || {
@@ -104,7 +104,7 @@ fn sequences(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Sets its mask, a handler and the alternate stack, and checks that they stay.
+/// Changes mask, a handler and the alternate stack, and checks that they stay.
 fn own_signals(memory: Memory) -> Result<(), String> {
     const UNBLOCKABLE: u64 = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
     let mut turn = 0_u64;
@@ -145,7 +145,8 @@ fn in_handlers(memory: Memory) -> Result<(), String> {
         let signal = if turn % 2 == 0 { PLAIN } else { ON_STACK };
         let before = RUNS.load(Relaxed);
         RAISED.fetch_add(1, Relaxed);
-        // We send it to the thread, so it isn't SI_USER, and it's handled before the call returns.
+        // We send the signal to the thread, so its code isn't SI_USER, and the thread handles it before the call
+        // returns.
         unsafe { libc::syscall(libc::SYS_tgkill, own, own, signal) };
         nap(REST_US / 2);
         if RUNS.load(Relaxed) > before { Ok(()) } else { Err("a raised signal was not handled".into()) }
@@ -193,7 +194,7 @@ fn napping_thread(ms: i64) -> Result<(), String> {
         .map_err(|error| format!("skip: starting a thread: {error}"))
 }
 
-/// The main thread writes, and nobody may interrupt it; all other threads sleep.
+/// The main thread writes, and nobody may interrupt that. All other threads sleep.
 fn many_threads(traits: &[String], memory: Memory) -> Result<(), String> {
     let threads: u32 = traits.first().and_then(|number| number.parse().ok()).unwrap_or(1);
     (0..threads).try_for_each(|index| napping_thread(1000 + i64::from(index % 100) * 10))?;
@@ -259,7 +260,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     Err(if turn % 2 == 0 { again() } else { std::thread::spawn(again).join().unwrap_or_default() })
 }
 
-/// Lives for the given time, in milliseconds.
+/// Lives for the given number of milliseconds.
 fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();
@@ -272,9 +273,9 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     unsafe { libc::_exit(if intact { CONTENT } else { 1 }) }
 }
 
-/// Fills a pipe with parts of a stream, and no byte may be missing or repeated. A stop makes such a write return early,
-/// as a signal does, so the injector doesn't choose a thread that blocks in one; it may choose one that is about to
-/// write. We count short writes.
+/// Fills a pipe with parts of a stream, of which no byte may be missing or doubled. A stop makes a blocked write return
+/// early, as a signal does, so the injector doesn't choose a thread that blocks in one. It may choose one that is about
+/// to write. We count writes that were cut short.
 fn big_writes(memory: Memory) -> Result<(), String> {
     const BYTES: usize = 200_000;
     let [reader, writer] = pipe();
@@ -307,7 +308,7 @@ fn big_writes(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Receives that mustn't return early, and threads that the injector may stop instead.
+/// Makes receives that mustn't return early, and has threads that the injector may stop instead.
 fn waitall(memory: Memory) -> Result<(), String> {
     let [reader, writer] = kinds::sockets();
     kinds::feed(move |_| unsafe {
@@ -325,7 +326,7 @@ fn waitall(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Strict mode allows only read, write and the return from handlers: reads bytes up to a `q`.
+/// Reads bytes up to a `q`, because strict mode allows only read, write and the return from handlers.
 fn strict(memory: Memory) -> Result<(), String> {
     static BYTE: AtomicU64 = AtomicU64::new(0);
     torture::ready(memory);

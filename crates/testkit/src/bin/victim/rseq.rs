@@ -3,14 +3,14 @@
 use std::arch::asm;
 
 unsafe extern "C" {
-    /// Where glibc registered restartable sequences, from the thread pointer.
+    /// Where glibc has its area for restartable sequences, relative to the thread pointer.
     static __rseq_offset: isize;
     static __rseq_size: u32;
 }
 
-/// Spends half of the time in restartable sequences, until `done`. The kernel clears a sequence that it aborts or that
-/// the thread has left; if a sequence reaches its end and is cleared, it was interrupted without an abort. Returns the
-/// number of aborted sequences.
+/// Spends half of the time in restartable sequences, until `done`. The kernel clears the pointer to a sequence when it
+/// aborts it, or finds that the thread has left it. If a sequence runs to its end and the pointer is clear, the thread
+/// was interrupted without an abort. Returns how many sequences were aborted.
 pub fn sequences(mut done: impl FnMut() -> bool) -> Result<u64, String> {
     let (mut aborted, mut lost) = (0_u64, 0_u64);
     let area: u64;

@@ -14,7 +14,7 @@ pub fn strict() -> Result<(), String> {
     Ok(())
 }
 
-/// Runs under a filter with `action` for madvise.
+/// Runs under a filter that answers madvise with `action`.
 pub fn filtered(action: u32) -> Result<(), String> {
     handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
     let before = signals();
@@ -34,7 +34,7 @@ pub fn filtered(action: u32) -> Result<(), String> {
     if back { Ok(()) } else { Err("the filter is gone".into()) }
 }
 
-/// Installs a filter with `action` for one call that allows everything else.
+/// Installs a filter that answers one call with `action` and allows all others.
 pub fn filter(nr: i64, action: u32) -> bool {
     const NEW_LISTENER: u64 = 1 << 3;
     let instruction =
@@ -49,12 +49,12 @@ pub fn filter(nr: i64, action: u32) -> bool {
     let flags = if action == libc::SECCOMP_RET_USER_NOTIF { NEW_LISTENER } else { 0 };
     unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        // The listener's descriptor stays open and nobody reads it.
+        // We keep the listener's descriptor open, and never read it.
         libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program) >= 0
     }
 }
 
-/// Installs a filter with `action` for madvise.
+/// Installs a filter that answers madvise with `action`.
 pub fn filter_madvise(action: u32) -> Result<(), String> {
     if filter(libc::SYS_madvise, action) { Ok(()) } else { Err("skip: seccomp filters are not permitted".into()) }
 }

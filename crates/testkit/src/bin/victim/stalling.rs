@@ -1,20 +1,18 @@
-//! Targets that try to stall or exhaust the process that reads them.
-//!
-//! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or
-//! `bad: REASON` if its memory has changed. After the kind, a user to become may follow, and after that `marked`: then it
-//! marks the memory that it has in common with others.
+//! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte. Then it prints `ok`, or `bad:
+//! REASON` if its memory has changed. The kind may be followed by a user to become, and then by `marked`, to mark the
+//! memory that the victim has in common with others.
 //!
 //! | kind | what it does |
 //! | --- | --- |
-//! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
+//! | `code` | maps executable memory of a FUSE file; a read of its pages never ends |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
-//! | `locking` | the same, once it has read a byte, with 8 MiB of memory of its own |
+//! | `locking` | like `locked`, but only after it has read a byte; has 8 MiB of memory of its own |
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
-//! | `late` | computes for ever, with such memory. In a cgroup without CPU time its thread doesn't stop in time |
+//! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
 //! | `regions` | has nearly as many small mappings of anonymous memory as we consider |
-//! | `churn` | splits and joins as many all the time |
+//! | `churn` | splits and joins as many mappings all the time |
 
 use crate::checks::{Memory, report};
 use crate::system::{anonymous, map_at};
@@ -27,17 +25,17 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Mappings of `mappings`: a little less than the default of `vm.max_map_count`.
+/// How many mappings the kind `mappings` has: a little less than the default of `vm.max_map_count`.
 const MAPPINGS: usize = 65_400;
-/// Mappings of `regions`.
+/// How many mappings the kind `regions` has.
 const REGIONS: usize = 16_000;
-/// Pages of the file whose reads nobody answers.
+/// How many pages the file has whose reads we never answer.
 const FILE_PAGES: usize = 64;
-/// Memory of `locking`.
+/// How much memory of its own the kind `locking` has.
 const OWN_BYTES: usize = 8 << 20;
-/// Memory of `reading` and `late`.
+/// How much common memory the kinds `reading` and `late` have.
 const COMMON_BYTES: usize = 1 << 20;
-/// Whether `locking` should begin.
+/// Whether the kind `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
 /// How long threads wait for the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
@@ -50,7 +48,7 @@ pub fn main(kind: &str) {
         "code" => stalled_file().map(|file| {
             map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, file.as_raw_fd());
         }),
-        // We map nothing after that, and begin only after printing `ready`.
+        // This begins only after we've printed `ready`, and we map nothing from then on.
         "locked" => stalled_file().map(|file| lock(&file, || std::thread::sleep(HEAD_START))),
         "locking" => stalled_file().map(|file| {
             let own = anonymous(OWN_BYTES).cast::<u64>();
@@ -108,13 +106,13 @@ pub fn main(kind: &str) {
         read();
     }
     report(memory.check());
-    // Skips the destructors of threads that never end.
+    // We skip destructors, which would wait for threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
 }
 
-/// Keeps the memory map locked once `wait` has ended: one thread reads the file with the lock held, another one waits
-/// for it.
+/// Locks the memory map for ever once `wait` has ended. One thread reads the file with the lock held, and another one
+/// waits for the lock.
 fn lock(file: &File, wait: fn()) {
     map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
     std::thread::spawn(move || {
@@ -148,7 +146,7 @@ fn user() -> Option<u32> {
     Some(std::env::args().nth(3)?.parse().expect("a user"))
 }
 
-/// Becomes the user, and stays dumpable.
+/// Becomes the user named on the command line, and stays dumpable.
 fn become_user() {
     let Some(user) = user() else { return };
     unsafe {
@@ -164,8 +162,7 @@ fn drop_capabilities() {
     unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
 }
 
-/// Every second mapping is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page
-/// present.
+/// Maps alternately a file with a path of some 4,000 bytes, and anonymous memory with one page present.
 fn mappings() -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
     let top = std::env::temp_dir().join(format!("pagefold-long-{}", std::process::id()));
@@ -191,7 +188,7 @@ fn mappings() -> Result<(), String> {
     Ok(())
 }
 
-/// Mappings of one page each, which differ in their access from their neighbours.
+/// Makes mappings of one page each. Neighbours differ in access, so that the kernel doesn't join them.
 fn regions() {
     let pages = anonymous(REGIONS * 4096) as usize;
     for at in (0..REGIONS).map(|number| pages + number * 4096) {
@@ -204,7 +201,7 @@ fn regions() {
     }
 }
 
-/// Splits and joins such mappings, different ones each time.
+/// Splits and joins mappings like those of [`regions`], different ones each time.
 fn churn() {
     let pages = anonymous(REGIONS * 4096) as usize;
     let protect = |at: usize, pages: usize, access| unsafe {
@@ -262,12 +259,12 @@ fn mount(server: &File, directory: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Starts the server: a process of its own, which ends when this one does. A thread would keep the connection open for
-/// as long as another thread of its process waits for an answer, and no signal ends that wait.
+/// Starts the server, in a process of its own that ends when this one does. If it were a thread, the connection would
+/// stay open as long as another thread of the process waits for an answer, and no signal ends that wait.
 fn spawn_server(server: &File) -> Result<(), String> {
     match unsafe { libc::fork() } {
         0 => unsafe {
-            // So that its parent may end it.
+            // Has the same user, so that its parent may end it.
             become_user();
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
             libc::close(0);

@@ -1,4 +1,4 @@
-//! Modes other than being blocked in a call.
+//! Modes that don't just block in a call.
 
 use crate::blocking::{forked, pipe, word};
 use crate::checks::{HANDLED, HARMLESS, LONG_MS, Memory, PAGES};
@@ -80,7 +80,7 @@ pub fn threads() -> Result<(), String> {
     workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
 }
 
-/// Counts queued real-time signals until a byte is sent, and prints the count. None may be lost or doubled.
+/// Counts queued real-time signals until a byte is sent, and prints the count. None may be missing or doubled.
 pub fn queue() -> Result<(), String> {
     command()?;
     println!("counted {}", HANDLED.load(Ordering::Relaxed));

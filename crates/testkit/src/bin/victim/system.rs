@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 pub const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 pub const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-/// Maps memory at an address, or anywhere for 0.
+/// Maps memory at an address, or anywhere if it's 0.
 pub fn map_at(at: usize, length: usize, access: i32, flags: i32, fd: i32) -> *mut u8 {
     let memory = unsafe { libc::mmap(at as *mut libc::c_void, length, access, flags, fd, 0) };
     assert_ne!(memory, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());

@@ -1,9 +1,9 @@
 //! Victims that run until somebody sends them a byte.
 //!
-//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace), then repeats its mode,
-//! and checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints
-//! `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input.
-//! Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
+//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace). It then repeats its mode,
+//! and checks after each round that nothing has changed unexpectedly. After a byte on standard input it prints `ok
+//! rounds=N runs=N eintr=N own=N/N/N short=N`. If it finds something wrong, it prints `bad: REASON` at once. Then it
+//! waits for the end of its input. Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
 
 use crate::checks::{Memory, PAGES, signals, signals_back};
 use crate::handlers::{self, FOR_GOOD, INTERRUPTED, RUNS, bit};
@@ -12,17 +12,17 @@ use crate::{hold, kinds, rounds, seccomp};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-/// How many rounds it has made.
+/// How many rounds the victim has made.
 pub static ROUNDS: AtomicU64 = AtomicU64::new(0);
 /// How many calls have returned EINTR.
 static EINTRS: AtomicU64 = AtomicU64::new(0);
-/// Handlers run for signals that the victim sent itself.
+/// How many handlers have run for signals that the victim sent itself.
 pub static RAISED: AtomicU64 = AtomicU64::new(0);
 
-/// Strict mode: only read, write, exit and the return from handlers are allowed.
+/// Whether the victim is in strict mode: only read, write, exit and the return from handlers are allowed.
 pub static STRICT: AtomicBool = AtomicBool::new(false);
 
-/// Rounds between checks of all memory and all signals.
+/// How many rounds pass between checks of all memory and all signals.
 const ROUNDS_PER_CHECK: u64 = 16;
 
 pub fn main() -> ! {
@@ -48,7 +48,7 @@ pub fn main() -> ! {
     end(verdict)
 }
 
-/// Reports, and waits for the end of the input: until then the test inspects this process.
+/// Reports the verdict, and waits for the end of the input, because the test inspects this process until then.
 pub fn end(verdict: Result<(), String>) -> ! {
     match verdict.and_then(|()| handlers::complaint()) {
         Ok(()) => {
@@ -65,7 +65,7 @@ pub fn end(verdict: Result<(), String>) -> ! {
     }
     unsafe {
         while libc::read(0, [0_u8; 64].as_mut_ptr().cast(), 64) != 0 {}
-        // Ends all threads; strict mode allows only the end of this one.
+        // Ends all threads. In strict mode we may only end this one.
         libc::syscall(if STRICT.load(Relaxed) { libc::SYS_exit } else { libc::SYS_exit_group }, 0);
     }
     unreachable!()
@@ -75,7 +75,7 @@ fn has(traits: &[String], name: &str) -> bool {
     traits.iter().any(|word| word == name)
 }
 
-/// Prints without allocating and only by write(2), for strict mode.
+/// Prints without allocating and only by write(2), as strict mode demands.
 pub fn say(text: std::fmt::Arguments) {
     let mut line = [0_u8; 1024];
     let mut rest = &mut line[..];
@@ -106,9 +106,9 @@ fn run(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
     seccomp::still_there(action.unwrap_or_default())
 }
 
-/// Checks the rules of interruption: the program sees an EINTR exactly when a handler found the thread about to return
-/// one from the call, for any number of signals at any time. If the kernel restarts the call after handlers with
-/// SA_RESTART, one of the handlers lacks it. If we unblock signals only during the call, each handler means an EINTR.
+/// Checks the rules of interruption, for any number of signals at any time. The program must see an EINTR exactly when
+/// a handler found the thread about to return one from the call. If SA_RESTART restarts the call, a handler without it
+/// must have run. If we unblock signals only during the call, each handler means an EINTR.
 fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String> {
     let before = signals();
     let counts = || [&RUNS, &INTERRUPTED, &FOR_GOOD].map(|count| count.load(Relaxed));
@@ -152,7 +152,7 @@ pub fn until_asked_to_end(
     }
 }
 
-/// Announces itself and calls `round` until asked to end.
+/// Announces the victim and calls `round` until asked to end.
 pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     ready(memory);
     until_asked_to_end(memory, &signals(), round)
@@ -161,11 +161,11 @@ pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Resu
 /// Whether somebody has sent a byte.
 pub fn is_asked_to_end() -> bool {
     let mut polled = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // -1 means that a signal has come.
+    // poll(2) returns -1 if a signal has come.
     unsafe { libc::poll(&raw mut polled, 1, 0) > 0 }
 }
 
-/// Sets the base of gs, to check it later.
+/// Sets the base of gs, which we check later.
 fn set_gs() {
     const ARCH_SET_GS: i32 = 0x1001;
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, 0x1234_5678_9000_u64) };

@@ -1,7 +1,8 @@
 //! Threads on stacks of their own making, with other threads' live data directly below.
 //!
-//! Coroutines like the ones of Lua, Boost and Go: switched by `swapcontext` or by hand, and by a signal at any
-//! instruction. Alternate stacks of every size and place. A stack that another thread populates on demand.
+//! There are coroutines like those of Lua, Boost and Go, which switch by `swapcontext` or by hand, or when a signal
+//! comes at any instruction; alternate stacks of every size and place; and a stack that another thread populates on
+//! demand.
 #![allow(clippy::large_stack_arrays, reason = "data on a stack is what some of this is about")]
 
 use super::states::{Doze, Faults};
@@ -14,10 +15,10 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 const COROUTINES: usize = 4;
-/// A slot: another thread's data, then a coroutine's stack.
+/// A slot holds data that another thread checks, and above it a coroutine's stack.
 const SLOT: usize = 128 << 10;
 const DATA: usize = 16 << 10;
-/// The lowest part of a coroutine's stack is a stack itself, so small that only code written for it runs there.
+/// The lowest part of a coroutine's stack also serves as a stack, so small that only code written for it runs there.
 const SMALL: usize = 256;
 
 struct Scheduler {
@@ -35,7 +36,7 @@ unsafe extern "C" {
     fn hostile_preempted();
 }
 
-// Continues a coroutine where a signal interrupted it, after others have run. The handler has left the interrupted
+// Continues a coroutine where a signal interrupted it, once others have run. The handler has stored the interrupted
 // address below the red zone.
 global_asm!(
     "
@@ -190,7 +191,7 @@ pub fn coroutines(memory: Memory) -> Result<(), String> {
     run_coroutines(memory, anonymous(COROUTINES * SLOT))
 }
 
-/// The stacks are a local array of a thread.
+/// Coroutines whose stacks are a local array of a thread.
 pub fn local_coroutines(memory: Memory) -> Result<(), String> {
     in_thread(move || {
         run_coroutines(memory, std::hint::black_box(&mut [0_u64; COROUTINES * SLOT / 8]).as_mut_ptr().cast())
@@ -205,7 +206,7 @@ fn stay_away(over: &AtomicBool) {
     }
 }
 
-/// Runs in a thread with a large stack. Meanwhile the main thread is in a call that the injector doesn't interrupt.
+/// Attacks in a thread with a large stack. Meanwhile the main thread is in a call that the injector doesn't interrupt.
 fn in_thread(attack: impl FnOnce() -> Result<(), String> + Send) -> Result<(), String> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -271,7 +272,7 @@ fn run_alternate_stacks(memory: Memory, stacks: &[(*mut u8, usize)], data: &[&[A
     watched(data, || rounds(memory, round))
 }
 
-/// The smallest size for which the kernel delivers a signal, and room for the handler.
+/// The smallest size with which the kernel delivers a signal, plus room for the handler.
 fn smallest() -> usize {
     let smallest = usize::try_from(unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) }).unwrap_or(0);
     (smallest.max(2048) + 1024).next_multiple_of(64)
@@ -293,7 +294,7 @@ pub fn alternate_stacks(memory: Memory) -> Result<(), String> {
     run_alternate_stacks(memory, &stacks, &[words(middle, DATA), words(within.wrapping_add(large), DATA)])
 }
 
-/// Alternate stacks within the thread's stack: below them is live data of the same stack.
+/// Alternate stacks within the thread's own stack, with live data below.
 pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
     in_thread(move || {
         let mut room = [0_u64; (DATA + (64 << 10)) / 8];
@@ -303,7 +304,7 @@ pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// A thread's stack that another thread populates on demand: it answers each fault, after a while, with old data.
+/// A thread's stack that another thread populates on demand. It answers each fault after a while, with old data.
 pub fn lazy_stack(memory: Memory) -> Result<(), String> {
     let length = 1 << 20;
     let stack = anonymous(length);
@@ -329,7 +330,7 @@ pub fn lazy_stack(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Sleeps and computes after giving back the stack below its own frames.
+/// Gives back the stack below its own frames, then sleeps and computes.
 fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
     let here = 0_u64;
     let unused = ((&raw const here).addr() - stack.addr() - (32 << 10)) & !4095;
@@ -338,12 +339,12 @@ fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
     sleep_us(50)
 }
 
-/// A thread sleeps on a small stack that is a local array. Below it, in the same mapping, lies data that another thread
+/// A thread sleeps on a small stack in a local array. Below, in the same mapping, there's data that another thread
 /// writes and checks.
 pub fn local_stack() -> Result<(), String> {
     #[inline(never)]
     fn sleep_in(array: *mut u8) -> Result<(), String> {
-        // Lies below `array`, in this function's frame.
+        // This data lies below `array`, in this function's frame.
         let data: [AtomicU64; 4096] = std::array::from_fn(|_| AtomicU64::new(0));
         let time = libc::timespec { tv_sec: 0, tv_nsec: 200_000 };
         watched(&[&data], || {

@@ -1,5 +1,5 @@
-//! State that's easily lost: extended registers, shadow stacks, memory that another thread provides, users, requests in
-//! progress.
+//! State that an injection could easily lose: extended registers, shadow stacks, memory that another thread provides,
+//! users, requests in progress.
 
 use super::{ABSENT, rounds};
 use crate::blocking::pipe;
@@ -30,7 +30,7 @@ impl Doze {
 
 global_asm!(
     "
-// Image, memory for the state afterwards, memory for its own state, components, rounds or 0, timespec.
+// Arguments: image, memory for the state afterwards, memory for its own state, components, rounds or 0, timespec.
 .globl hostile_hold_state
 hostile_hold_state:
     push rbx
@@ -84,11 +84,11 @@ const AVX_512: u64 = 7 << 5;
 const KEYS: u64 = 1 << 9;
 const TILES: u64 = 3 << 17;
 
-/// An XSAVE area with these components in use.
+/// An XSAVE area in which these components are in use.
 struct Image {
     features: u64,
     bytes: &'static mut [u8],
-    /// The bytes that XSAVE writes: not the last x87 instruction and operand.
+    /// The bytes to compare: all that XSAVE writes, except the last x87 instruction and operand.
     compared: Vec<Range<usize>>,
 }
 
@@ -112,7 +112,7 @@ impl Image {
         bytes[24..28].copy_from_slice(&[0x80, 0x7f, 0, 0]);
         bytes[512..520].copy_from_slice(&features.to_le_bytes());
         if features & KEYS != 0 {
-            // Memory without a key is accessible.
+            // Key 0, which ordinary memory has, must permit access.
             bytes[place(9)].copy_from_slice(&[0x5c, 0x39, 0xa6, 0x55, 0, 0, 0, 0]);
         }
         if features & TILES != 0 {
@@ -138,8 +138,8 @@ unsafe fn enabled() -> u64 {
     unsafe { std::arch::x86_64::_xgetbv(0) }
 }
 
-/// Holds all extended registers, including AMX's and the protection keys, then fewer: a component in its initial state
-/// must stay there.
+/// Holds all extended registers, including AMX's and the protection keys, then fewer. A component in its initial state
+/// must stay in it.
 pub fn extended_states(memory: Memory) -> Result<(), String> {
     const ARCH_REQ_XCOMP_PERM: i32 = 0x1023;
     let amx = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, 18) } == 0;
@@ -170,7 +170,7 @@ pub fn extended_states(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Calls and returns with a shadow stack. If the processor or the kernel has none, makes the same calls without.
+/// Calls and returns with a shadow stack. If the processor or the kernel has none, makes the same calls without one.
 pub fn shadow_stack(memory: Memory) -> Result<(), String> {
     fn deep(depth: u32) -> Result<u64, String> {
         if depth == 0 {
@@ -180,7 +180,7 @@ pub fn shadow_stack(memory: Memory) -> Result<(), String> {
         }
         Ok(deep(depth - 1)? + std::hint::black_box(1))
     }
-    // We can't use a function, which would return to an address that isn't on the new shadow stack.
+    // This must be inline: a function would return to an address that isn't on the new shadow stack.
     let switch = |request: u64| {
         let answer: i64;
         unsafe {
@@ -242,7 +242,7 @@ impl Faults {
     }
 }
 
-/// Waits nearly all the time for pages that another thread provides.
+/// Spends nearly all its time waiting for pages that another thread provides.
 pub fn lazy_memory(memory: Memory) -> Result<(), String> {
     const LENGTH: usize = 8 * 4096;
     let start = anonymous(LENGTH);
@@ -275,7 +275,7 @@ pub fn lazy_memory(memory: Memory) -> Result<(), String> {
 /// Odd while the program changes its user.
 static EPOCH: AtomicU32 = AtomicU32::new(0);
 
-/// Changes its user all the time, by a signal to each thread. All threads agree on the user.
+/// Changes its user all the time; the C library does so by a signal to each thread. All threads must agree on the user.
 pub fn users(memory: Memory) -> Result<(), String> {
     const USERS: [u32; 2] = [0, 12_345];
     let over = AtomicBool::new(false);
@@ -320,7 +320,7 @@ pub fn users(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Reads, writes and timeouts by `io_uring`, three at a time: each must be complete when the call returns.
+/// Makes reads, writes and timeouts by `io_uring`, three at a time. All must be complete when the call returns.
 pub fn ring(memory: Memory) -> Result<(), String> {
     const READ: u8 = 22;
     const WRITE: u8 = 23;
@@ -336,7 +336,7 @@ pub fn ring(memory: Memory) -> Result<(), String> {
     // Linux 5.4 and later: both rings in one mapping.
     let (rings, entries) = (mapped(0), mapped(SUBMISSIONS));
     let word = |offset: u32| unsafe { &*rings.add(offset as usize).cast::<AtomicU32>() };
-    // For submissions: tail, mask, array; for completions: head, tail, mask, entries.
+    // Words of the submission ring: tail, mask, array. Of the completion ring: head, tail, mask, entries.
     let (tail, mask, array) = (word(params[11]), params[12], params[16]);
     let (head, completed, entry_mask, completions) = (word(params[20]), word(params[21]), params[22], params[25]);
     let [mask, entry_mask] = [mask, entry_mask].map(|offset| word(offset).load(Ordering::Relaxed));
@@ -349,7 +349,7 @@ pub fn ring(memory: Memory) -> Result<(), String> {
         entry.write_bytes(0, 64);
         entry.write(opcode);
         entry.add(4).cast::<i32>().write(fd);
-        // No offset for a pipe; a timeout that doesn't count completions.
+        // A pipe has no offset. For a timeout, 0 means that completions don't end it.
         entry.add(8).cast::<u64>().write(if opcode == TIMEOUT { 0 } else { u64::MAX });
         entry.add(16).cast::<u64>().write(address);
         entry.add(24).cast::<u32>().write(length);

@@ -1,5 +1,5 @@
-//! Programs that handle their own traps: a handler for system calls, page faults as a virtual machine uses them for its
-//! safepoints, and a program that emulates another one's calls, as gVisor does.
+//! Programs that handle their own traps: one that handles its system calls, one that uses page faults as a virtual
+//! machine does for safepoints, and one that emulates another program's calls, as gVisor does.
 
 use super::rounds;
 use crate::checks::{Memory, handle};
@@ -11,7 +11,7 @@ static SELECTOR: AtomicU8 = AtomicU8::new(0);
 static CAUGHT: AtomicU64 = AtomicU64::new(0);
 static WRONG: AtomicU64 = AtomicU64::new(0);
 
-/// A call that no kernel has.
+/// A system call number that no kernel has.
 const EMULATED: i64 = 0x4321;
 
 fn emulated(argument: u64) -> u64 {
@@ -38,7 +38,7 @@ extern "C" fn dispatched(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
     registers[rax] = i64::from_ne_bytes(emulated(argument).to_ne_bytes());
 }
 
-/// Handles its own system calls (`PR_SET_SYSCALL_USER_DISPATCH`), as Wine does: each must run the handler.
+/// Handles its own system calls (`PR_SET_SYSCALL_USER_DISPATCH`), as Wine does. Each must run the handler.
 pub fn dispatch(memory: Memory) -> Result<(), String> {
     const PR_SET_SYSCALL_USER_DISPATCH: i32 = 59;
     handle(libc::SIGSYS, dispatched as *const () as usize, libc::SA_SIGINFO);
@@ -64,7 +64,7 @@ extern "C" fn page_fault(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     let at = |register: i32| usize::try_from(register).unwrap_or(0);
     let (address, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
-    // The pointer is in rsi; the thread writes to memory without access.
+    // The thread has written through rsi, to inaccessible memory.
     let right = i64::try_from(address) == Ok(registers[at(libc::REG_RSI)])
         && registers[at(libc::REG_CR2)] == registers[at(libc::REG_RSI)]
         && registers[at(libc::REG_TRAPNO)] == PAGE_FAULT
@@ -76,7 +76,7 @@ extern "C" fn page_fault(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
     registers[at(libc::REG_RIP)] += 3;
 }
 
-/// Writes to memory without access, as the JVM's safepoints and null checks do. Each write must run the handler once,
+/// Writes to inaccessible memory, as the JVM does for safepoints and null checks. Each write must run the handler once,
 /// with the right address and cause.
 pub fn page_faults(memory: Memory) -> Result<(), String> {
     handle(libc::SIGSEGV, page_fault as *const () as usize, libc::SA_SIGINFO);
@@ -101,11 +101,12 @@ extern "C" fn forged_fault(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
     CAUGHT.fetch_add(1, Relaxed);
 }
 
-/// An address that no program has.
+/// An address where no program has memory.
 const FORGED: usize = 0x1234;
 
-/// Sends itself signals as the kernel does for a fault: each must come. Only the main thread may do that. It blocks
-/// them, so another thread gets them, and it spends its time in the kernel, so the injector stops that thread.
+/// Sends itself signals that look like the kernel's for a fault; each must come. Only the main thread may send these.
+/// It blocks them itself, so another thread gets them. The main thread is in the kernel most of the time, so the
+/// injector stops the other thread.
 pub fn forged_faults(memory: Memory) -> Result<(), String> {
     static IS_RUNNING: AtomicBool = AtomicBool::new(false);
     handle(libc::SIGSEGV, forged_fault as *const () as usize, libc::SA_SIGINFO);
@@ -147,7 +148,7 @@ pub fn forged_faults(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Runs a child that makes nothing but calls that this program emulates (`PTRACE_SYSEMU`).
+/// Runs a child that only makes calls that this program emulates (`PTRACE_SYSEMU`).
 pub fn emulator(memory: Memory) -> Result<(), String> {
     const PTRACE_SYSEMU: u32 = 31;
     let child = unsafe { libc::fork() };
