@@ -35,7 +35,7 @@ impl SearchCounts {
         self.comparisons() as f64 / self.searches.max(1) as f64
     }
 
-    /// Accounts for a search made `times` times.
+    /// Counts a search that was made `times` times.
     pub fn search(&mut self, times: u64, stable: u64, unstable: u64, found: bool) {
         self.searches += times;
         self.found += if found { times } else { 0 };

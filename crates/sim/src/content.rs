@@ -18,21 +18,21 @@ pub fn digest(id: u64, seed: u64) -> Digest {
     Digest(finalize(finalize(id).wrapping_add(finalize(seed ^ INCREMENT))).max(1))
 }
 
-/// The digest of a page with content `id` by this many of its cache lines.
+/// The digest of a page with content `id` if we hash only this many of its cache lines.
 pub(crate) fn line_digest(id: u64, seed: u64, lines: u32, alike: Alike) -> Digest {
     let is_alike = lines < alike.distinct_from && finalize(id ^ INCREMENT) % 10_000 < u64::from(alike.share.0);
-    // Pages of zeros are recognized whatever the number of lines.
+    // Zeros keep their digest whatever the number of lines.
     let id = if is_alike && id != 0 { content_of_series(u64::MAX, id % alike.groups.max(1)) } else { id };
     digest(id, seed ^ finalize(u64::from(lines)))
 }
 
-/// ksmd's checksum of a page: 32 bits, as in the kernel. Never 0, which means that the page has not been visited.
+/// ksmd's checksum of a page: 32 bits, as in the kernel. Never 0, which stands for a page that ksmd hasn't visited.
 #[allow(clippy::cast_possible_truncation)] // the low half is what is wanted
 pub const fn checksum(id: u64) -> u32 {
     finalize(id ^ INCREMENT) as u32 | 1
 }
 
-/// Contents that no other page has: a bijection of a counter, so no two are equal.
+/// A series of contents that no other page has: a bijection of a counter, so no two are equal.
 #[derive(Debug)]
 pub(crate) struct UniqueContents(Random);
 

@@ -37,16 +37,16 @@ costs! {
     read_page_ns: 500,
     /// Reading a page's pagemap entry, in batches.
     pagemap_ns: 33,
-    /// Reading a frame's kpageflags (merged, active), in batches.
+    /// Reading a frame's kpageflags (is it merged, is it active), in batches.
     kpageflags_ns: 100,
-    /// Hashing pages in place: a call for a run of adjacent pages. Derived from counted instructions: a third of those
-    /// that start reading a run.
+    /// Hashing pages in place: starting a run of adjacent pages. Derived from counted instructions: a third of what
+    /// starting to read a run takes.
     hash_run_ns: 175,
     /// Hashing pages in place: finding each page. Derived from 130 counted instructions.
     hash_page_ns: 20,
-    /// Hashing pages in place: each of the first lines, fetched one by one. In user space 2 lines took 0.20 of the time
-    /// of copying and digesting a page, 8 lines 0.55, and 64 lines 1.4 (medians, 512 MiB, 2 virtual cores, other
-    /// programs running).
+    /// Hashing pages in place: each of the first cache lines, fetched one by one. In user space 2 lines took 0.20 of
+    /// the time of copying and digesting a page, 8 lines 0.55, and 64 lines 1.4 (medians, 512 MiB, 2 virtual cores,
+    /// other programs running).
     hash_line_ns: 50,
     /// Hashing pages in place: all lines of a page.
     hash_whole_ns: 800,
@@ -57,19 +57,19 @@ costs! {
     process_numa_ns: 15_000,
     /// Reading KSM's counters and CPU clocks. Assumed.
     observe_ns: 20_000,
-    /// Refreshing one unchanged process: the live host's figure.
+    /// Refreshing what we know of an unchanged process: the live host's figure.
     refresh_owner_ns: 1_000,
-    /// Surveying one changed process, of any size: opening its files. Assumed.
+    /// Opening the files of a changed process to survey it, whatever its size. Assumed.
     survey_owner_ns: 25_000,
-    /// Surveying one region: its line of `maps` (1.1 us measured to produce and read it).
+    /// Surveying one region: its line of `maps` (1.1 us measured, to print it in the kernel and to read it).
     survey_region_ns: 1_100,
-    /// Counting resident pages, per page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
+    /// Counting resident pages, for each page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
     count_page_ns: 12,
     /// Stopping and resuming a process, without the calls made in between.
     stop_ns: 20_000,
     /// One `madvise` injected into a stopped process (37 us in a batch of thirty).
     inject_ns: 37_000,
-    /// Giving a merged page its own copy when its span is unmarked: a fault and a copy. Assumed.
+    /// Copying a merged page when its span is unmarked: a fault and a copy. Assumed.
     unmerge_page_ns: 1_000,
 
     /// Waking ksmd for a batch: two context switches. Assumed.
@@ -78,7 +78,7 @@ costs! {
     pass_empty_ns: 24,
     /// ksmd visiting a page that is merged already.
     visit_merged_ns: 300,
-    /// ksmd skipping a page by `smart_scan`: only finds it and its record. Assumed.
+    /// ksmd skipping a page by `smart_scan`: it only finds the page and its record. Assumed.
     visit_skipped_ns: 150,
     /// ksmd mapping a page and computing its checksum.
     checksum_ns: 1_200,
@@ -100,22 +100,22 @@ costs! {
     visit_owner_ns: 2_000,
 
     /// Merging on request: starting a batch of up to 31 adjacent pages. We derived this and the next five from
-    /// measurements of whole calls in User Mode Linux, so without the cost of a real processor's TLB. With
-    /// [`Self::request_pair_ns`]: 1.46 us a page in long runs and 3 us for a single page.
+    /// measurements of whole calls in User Mode Linux, so they lack the cost of a real processor's TLB. With
+    /// [`Self::request_pair_ns`]: 1.46 us per page in long runs and 3 us for a single page.
     request_run_ns: 1_600,
-    /// Merging on request: each page merged with a private one.
+    /// Merging on request: each page that we merge with a private one.
     request_pair_ns: 1_410,
-    /// Merging on request: each page merged with a merged one (0.96 us in long runs).
+    /// Merging on request: each page that we merge with a merged one (0.96 us in long runs).
     request_join_ns: 910,
     /// Merging on request: each page of zeros (0.5 us in long runs).
     request_zero_ns: 450,
-    /// Merging on request: each page that only differs at its end. From counted instructions: 0.61 of a merge's.
+    /// Merging on request: each page that differs only at its end. From counted instructions: 0.61 of a merge's.
     request_differs_ns: 840,
-    /// Merging on request: each page that we needn't compare (0.07 us in long runs).
+    /// Merging on request: each page that the kernel needn't compare (0.07 us in long runs).
     request_pass_ns: 20,
 
-    /// UKSM's scanner walking to a page without hashing it: the cost of ksmd minus the checksum (1200 minus 605,
-    /// XXH64 measured).
+    /// UKSM's scanner walking to a page, without hashing it: ksmd's visit minus its checksum (1200 minus 605, XXH64
+    /// measured).
     sample_ns: 600,
     /// UKSM's hash over all 1024 words of a page, without fetching them. With [`Self::hash_lines_ns`] it reproduces the
     /// measured time of a whole visit (340 ns for 21 words, 1388 for 360, 2400 for all).

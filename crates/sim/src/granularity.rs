@@ -1,11 +1,11 @@
-//! Granularity: one simulated page can stand for several adjacent real pages that are treated alike, so that we can
-//! simulate memories that are too large to simulate page by page.
+//! Granularity: one simulated page can stand for several adjacent real pages that are treated alike. So we can simulate
+//! memories that are too large to simulate page by page.
 //!
-//! An operation on a simulated page costs as much as on all of its real pages. A tree of `n` simulated pages has
-//! `n * g` nodes and is deeper by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample
-//! of the same content. With `n` of `L` pages sampled on each side, `n * n / L` meet
-//! ([`pagefold_engine::sampling::estimate::samples_for_evidence`]). Among `L / g` simulated pages the same number of
-//! meetings takes `sqrt(g)` times fewer samples, so a simulated sample costs as much as `sqrt(g)` real ones.
+//! An operation on a simulated page costs as much as on all of its real pages. A tree of `n` simulated pages has `n *
+//! g` nodes and is deeper by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample of
+//! the same content. With `n` of `L` pages sampled on each side, `n * n / L` meet
+//! ([`pagefold_engine::sampling::estimate::samples_for_evidence`]). Among `L / g` simulated pages, as many meetings
+//! take `sqrt(g)` times fewer samples. So a simulated sample costs as much as `sqrt(g)` real ones.
 
 /// The number of real pages that a simulated page stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,18 +23,19 @@ impl Granularity {
         self.0
     }
 
-    /// How many real pages `simulated_pages` stand for, or what an operation on each of those costs.
+    /// How many real pages `simulated_pages` stand for. Also the cost for this many simulated pages, given the cost for
+    /// one.
     pub const fn scale(self, simulated_pages: u64) -> u64 {
         simulated_pages * self.0
     }
 
-    /// The depth of a search among real pages, from the depth among simulated ones. An empty search stays empty.
+    /// The depth of a search among real pages, given the depth among simulated ones. An empty search stays empty.
     pub(crate) const fn tree_depth(self, steps: u64) -> u64 {
         if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
     }
 
-    /// The number of real samples that one simulated sample stands for if we sample one in `every` pages: all pages if
-    /// `every` is 1, the square root if no two samples fall into the same simulated page.
+    /// How many real samples one simulated sample stands for if we sample one in `every` pages. If `every` is 1 that's
+    /// all of the page; if no two samples fall into one simulated page it's the square root.
     pub fn samples(self, every: u64) -> u64 {
         (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
     }

@@ -1,7 +1,5 @@
-//! The simulated machine: memory, a merging daemon and processes, in virtual time.
-//!
 //! Time passes in [`wait`](pagefold_engine::host::Host::wait), and while pagefold works: observing, reading and marking
-//! take as long as they cost. During that time ksmd and the processes go on.
+//! take as long as they cost. Meanwhile ksmd and the processes go on.
 
 mod cgroups;
 mod events;
@@ -52,10 +50,10 @@ pub struct SimHost {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
     processes: Vec<Process>,
-    /// Mappings that we've yet to populate, and their first pages.
+    /// Mappings that we haven't populated yet, with their first pages.
     mappings: Vec<(Mapping, Vpn)>,
     writers: Vec<Option<Writer>>,
-    /// For each region: when we counted its resident pages, and the count.
+    /// When we last counted each region's resident pages, and the count.
     residents: FxHashMap<u32, (u64, Pages)>,
     pagefold_ns: u64,
     ours: bool,
@@ -70,10 +68,7 @@ pub struct SimHost {
 }
 
 impl SimHost {
-    /// An empty machine at time 0, with ksmd idle.
-    ///
-    /// # Panics
-    /// If the knobs combine a [forest](Forest) with merging on request or with nodes kept apart: no kernel does.
+    /// If the knobs combine a [forest](Forest) with merging on request, or with nodes kept apart. No kernel does.
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
         assert!(
             knobs.mechanism == Mechanism::Ksmd || knobs.forest == Forest::Kernel,
@@ -111,7 +106,7 @@ impl SimHost {
         }
     }
 
-    /// Runs another scanner instead of ksmd. It ignores scan orders and marks.
+    /// Runs another scanner instead of ksmd. The scanner ignores scan orders and marks.
     #[must_use]
     pub fn with_scanner(mut self, scanner: impl Scanner + 'static) -> Self {
         self.scanner = Some(Box::new(scanner));
@@ -119,9 +114,6 @@ impl SimHost {
     }
 
     /// Adds a process. It starts at its start time, or now if that has passed.
-    ///
-    /// # Panics
-    /// If the process names a memory node that doesn't exist.
     pub fn add(&mut self, process: Process) -> OwnerKey {
         let owner = self.memory.add_owner(process.untouchable, process.domain, process.numa);
         let home = process.numa.home;
@@ -170,7 +162,7 @@ impl SimHost {
         offset.is_some()
     }
 
-    /// Pins pages, or ends that.
+    /// Pins or unpins pages.
     pub fn pin(&mut self, span: Span, pinned: bool) {
         let Some(region) = self.memory.region_mut(span.region.0) else { return };
         for page in span.first.0..span.first.0 + span.pages.0 {
@@ -182,34 +174,34 @@ impl SimHost {
         }
     }
 
-    /// Sets whether pagefold controls KSM. While it doesn't, ksmd's settings stay as they are, and we ignore and count
-    /// scan orders.
+    /// Sets whether pagefold controls KSM. While it doesn't, ksmd's settings stay as they are, and scan orders are only
+    /// counted.
     pub fn set_ours(&mut self, ours: bool) {
         self.ours = ours;
     }
 
-    /// Sets whether we report that memory is still marked in another trust domain than the one that ksmd merges.
+    /// Sets whether we tell pagefold that memory is still marked in a trust domain other than the one that ksmd merges.
     pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
         self.foreign_marks = foreign_marks;
     }
 
-    /// Sets whether a process is left alone, like a traced one. Its marks stay.
+    /// Sets whether pagefold must leave a process alone, like a traced one. The process's marks stay.
     pub fn leave_alone(&mut self, owner: OwnerKey, left_alone: bool) {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
     }
 
-    /// Sets whether a process refuses to be marked, and its pages to be named.
+    /// Sets whether a process can't be marked, nor its pages named.
     pub fn set_untouchable(&mut self, owner: OwnerKey, untouchable: bool) {
         self.memory.owners[owner.0 as usize].untouchable = untouchable;
     }
 
-    /// Sets the memory pressure that pagefold observes. It doesn't depend on the processes' memory.
+    /// Sets how much memory pagefold believes to be free, whatever the processes use.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;
     }
 
-    /// Sets the memory limits that pagefold observes, besides those of cgroups. They limit nothing, and their headroom
-    /// doesn't depend on the memory that the processes use.
+    /// Sets memory limits that pagefold observes, besides those of cgroups. They limit nothing, and their headroom
+    /// doesn't depend on what the processes use.
     pub fn set_limits(&mut self, limits: Vec<LimitView>) {
         self.limits = limits;
     }

@@ -9,12 +9,12 @@ pub enum Forest {
     /// One stable and one unstable tree, or one pair per memory node if `merge_across_nodes` is off.
     #[default]
     Kernel,
-    /// A tree for each value of the page's checksum modulo the number of trees (nuKSM, section 4.3).
+    /// A pair of trees for each value of the page's checksum modulo the number of trees (nuKSM, section 4.3).
     Checksum {
         /// The number of trees.
         trees: u16,
     },
-    /// Trees for each class of pages (CMD, section 3).
+    /// A pair of trees for each class of pages (CMD, section 3).
     Classes(Classes),
 }
 
@@ -41,14 +41,14 @@ impl Forest {
     }
 }
 
-/// Contents that have the same hash as others unless we hash many cache lines. By default, there are none.
+/// How many contents have the same hash unless we hash many cache lines. By default none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Alike {
     /// The share of such contents.
     pub share: Permyriad,
-    /// We divide them into this many groups, each with one hash.
+    /// How many groups they're in. Contents of a group have the same hash.
     pub groups: u64,
-    /// With at least this many hashed lines, their hashes differ.
+    /// If we hash at least this many lines, their hashes differ.
     pub distinct_from: u32,
 }
 
@@ -68,23 +68,21 @@ pub struct Knobs {
     pub forest: Forest,
     /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
     pub merge_any: bool,
-    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run at the same time.
+    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`, and ksmd may run as well.
     pub mechanism: Mechanism,
-    /// Contents that differ in few places.
+    /// Contents that have the same hash although they differ.
     pub alike: Alike,
-    /// The probability that we can't stop a process, drawn for every attempt, or that a page to merge on request is in
+    /// The probability that we can't stop a process, at each attempt. On request, the probability that a page is in
     /// use.
     pub busy: Permyriad,
-    /// The probability that reading takes too long after a mapping, so that the rest of the plan isn't read.
+    /// The probability that reading a mapping takes so long that the rest of the plan isn't read.
     pub late: Permyriad,
     /// Whether the kernel shows that a page which only one process still maps was merged.
     pub shows_lone: bool,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
-    /// The number of real pages that one simulated page stands for. A power of two.
-    ///
-    /// Everything given to the simulator (mappings, nodes, scripts) and everything pagefold sees is in simulated
-    /// pages; costs and counters are in real pages, as are scan rates.
+    /// What we give to the simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages. Costs,
+    /// counters and scan rates are in real pages.
     pub granularity: u32,
 }
 
@@ -94,8 +92,8 @@ impl Knobs {
         Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
     }
 
-    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place. pagefold leaves them alone
-    /// there.
+    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place. There pagefold changes no
+    /// settings.
     pub fn requested() -> Self {
         Self { mechanism: Mechanism::Request, ..Self::default() }
     }

@@ -1,5 +1,5 @@
-//! ksmd: its scans, their order, and its visit of each page, by the rules of Linux's `mm/ksm.c` (6.12), in
-//! virtual time.
+//! ksmd: its scans, their order, and how it visits each page, by the rules of Linux's `mm/ksm.c` (6.12), in virtual
+//! time.
 
 mod rbtree;
 mod request;
@@ -44,29 +44,29 @@ pub(crate) struct Ksmd {
     costs: Costs,
     knobs: Knobs,
     granularity: Granularity,
-    /// Registered owners, in the order of the scan.
+    /// The registered processes ("owners"), in the order in which ksmd scans them.
     list: Vec<u32>,
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
-    /// Pages by which the last batch exceeded its size, because ksmd visits simulated pages whole.
+    /// By how many pages the last batch exceeded its size, because ksmd can't visit part of a simulated page.
     over: u64,
     sleep_ns: Option<u64>,
     state: State,
-    /// ksmd's own time during a scan.
+    /// The virtual time that ksmd has reached in its scan.
     clock_ns: u64,
     pub(crate) cpu_ns: u64,
     pub(crate) scanned: u64,
     pub(crate) full_scans: u64,
-    /// Existing records, including stale ones.
+    /// How many records exist, including stale ones.
     pub(crate) items: u64,
     /// `pages_unshared`.
     pub(crate) unshared: u64,
-    /// Pages that ksmd didn't compare again because they hadn't been written since (CMD, section 3.3).
+    /// Pages that ksmd didn't compare again, because nobody had written them since (CMD, section 3.3).
     pub(crate) spared: u64,
     pub(crate) counts: SearchCounts,
     pub(crate) lost_kicks: u64,
-    /// ksmd hasn't carried out the last order yet, because a batch is still running.
+    /// Whether a batch is still running, so that the last order isn't carried out yet.
     pub(crate) busy: bool,
     /// Whether `smart_scan` is off for the ordered scans.
     thorough: bool,
@@ -152,7 +152,7 @@ impl Ksmd {
         }
         self.state = State::Scanning { left: self.pages_to_scan.saturating_sub(self.over) };
         self.over = self.over.saturating_sub(self.pages_to_scan);
-        // At least 1, or time would stop with empty batches and no sleep.
+        // This must be at least 1: with empty batches and no sleep, time would stand still.
         self.spend(self.costs.wake_ns.max(1));
     }
 
@@ -165,7 +165,7 @@ impl Ksmd {
         };
     }
 
-    /// Puts an owner on the list, just behind the cursor: the next scan reaches it, the current one doesn't.
+    /// Puts an owner on the list just behind the cursor, so only the next scan reaches it.
     pub(crate) fn register(&mut self, memory: &mut Memory, owner: u32, now_ns: u64) {
         if std::mem::replace(&mut memory.owners[owner as usize].registered, true) {
             return;
@@ -176,7 +176,7 @@ impl Ksmd {
         } else {
             self.list.push(owner);
         }
-        // With an empty list, ksmd waits for the first process, not for the end of its sleep.
+        // If the list was empty, ksmd has waited for the first process, not for the end of a sleep.
         if self.state == State::Idle && self.run {
             self.start_batch(now_ns);
         }
@@ -200,7 +200,7 @@ impl Ksmd {
         }
     }
 
-    /// Runs ksmd until `until_ns`, or until it has completed a visit that begins before then.
+    /// Runs ksmd until `until_ns`. A visit that begins before then is completed.
     pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
         loop {
             match self.state {
@@ -216,7 +216,7 @@ impl Ksmd {
         self.cpu_ns += ns;
     }
 
-    /// Continues a batch up to its end or until `until_ns`.
+    /// Continues a batch until its end or `until_ns`.
     fn scan(&mut self, memory: &mut Memory, until_ns: u64, mut left: u64) {
         while self.clock_ns < until_ns {
             if left == 0 {
@@ -243,7 +243,7 @@ impl Ksmd {
         self.state = State::Scanning { left };
     }
 
-    /// The next marked pages; moves the cursor to the first. `None` at the end of the scan.
+    /// Finds the next marked pages, and moves the cursor to the first. `None` at the end of the scan.
     fn next_stretch(&mut self, memory: &mut Memory) -> Option<(u32, Range<u32>)> {
         if self.list.is_empty() {
             self.cursor = Cursor::default();
@@ -270,7 +270,7 @@ impl Ksmd {
         None
     }
 
-    /// Frees an owner's stale records. Returns their number.
+    /// Frees an owner's stale records. Returns how many there were.
     fn free_stale(&mut self, memory: &mut Memory, owner: u32) -> u64 {
         let record = &mut memory.owners[owner as usize];
         let stale = std::mem::take(&mut record.stale_items);

@@ -22,11 +22,11 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! ksmd merges pages, or another scanner of the kernel does ([`Scanner`]), or we merge on request
+//! Either ksmd merges pages, or another scanner of the kernel does ([`Scanner`]), or we merge on request
 //! ([`Knobs::mechanism`]).
 //!
-//! We don't simulate swap, reclaim, running out of memory, khugepaged, pages that ksmd can't merge because they're
-//! pinned or locked, and the memory contention between ksmd and the processes it scans.
+//! We don't simulate swap, reclaim, running out of memory, khugepaged, locked pages (which ksmd can't merge), and
+//! memory contention between ksmd and the processes that it scans.
 //!
 //! | module | holds |
 //! | --- | --- |

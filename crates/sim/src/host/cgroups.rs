@@ -1,6 +1,6 @@
 //! Memory cgroups with limits. A page is charged to the cgroup of the process that we allocated it for, and a merged
-//! page to the cgroup of the process whose copy was kept. We kill nothing: tests compare the charged memory with the
-//! limit.
+//! page to the cgroup of the process whose copy was kept. Nothing enforces a limit: tests compare the charged memory
+//! with it.
 
 use super::SimHost;
 use crate::memory::Backing;
@@ -10,7 +10,7 @@ use pagefold_engine::units::Pages;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// The time between two reads of the limits, nanoseconds.
+/// How long pagefold's view of the limits stays the same, nanoseconds.
 const READ_NS: u64 = 1_000_000_000;
 
 /// A cgroup, and all cgroups below it.
@@ -23,7 +23,7 @@ struct Cgroup {
 #[derive(Debug, Default)]
 pub(super) struct Cgroups {
     groups: BTreeMap<LimitKey, Cgroup>,
-    /// The limits as last read.
+    /// The limits as pagefold last read them.
     views: Arc<[LimitView]>,
     next_ns: u64,
 }
@@ -36,14 +36,14 @@ impl SimHost {
         self.cgroups.groups.insert(key, Cgroup { limit, members });
     }
 
-    /// Pages that are charged to a cgroup.
+    /// How many pages are charged to a cgroup.
     pub fn charged(&self, key: LimitKey) -> Pages {
         let Some(cgroup) = self.cgroups.groups.get(&key) else { return Pages(0) };
         Pages(self.granularity.scale(self.own_pages(cgroup) + self.frames_of(cgroup, |_| true)))
     }
 
-    /// Pages that would be charged to a cgroup if its processes wrote to all of their merged memory, and nobody else
-    /// did.
+    /// How many pages would be charged to a cgroup if its processes wrote to all of their merged memory, and nobody
+    /// else did.
     pub fn charged_at_worst(&self, key: LimitKey) -> Pages {
         let Some(cgroup) = self.cgroups.groups.get(&key) else { return Pages(0) };
         let mut held_outside = BTreeSet::new();
@@ -62,7 +62,7 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
     }
 
-    /// Pages that a cgroup's processes don't share through a merge. Fork-shared pages count for each process.
+    /// How many pages of a cgroup's processes aren't merged. Fork-shared pages count for each process.
     fn own_pages(&self, cgroup: &Cgroup) -> u64 {
         let mut pages = 0;
         for (_, region) in self.memory.live_regions() {
@@ -74,7 +74,7 @@ impl SimHost {
         pages
     }
 
-    /// Merged frames that are charged to a cgroup.
+    /// How many merged frames are charged to a cgroup, of those that `counts` accepts.
     fn frames_of(&self, cgroup: &Cgroup, counts: impl Fn(u32) -> bool) -> u64 {
         let mut frames = 0;
         for (number, frame) in (0..).zip(&self.memory.frames) {

@@ -31,7 +31,7 @@ pub(super) struct Writer {
     behaviour: Behaviour,
     stream: Random,
     next_page: u32,
-    /// Writes that are due and haven't been made yet, in the unit that [`rate`] defines.
+    /// How much is due to be written, in the unit that [`rate`] defines.
     due: u128,
     last_ns: u64,
 }
@@ -89,7 +89,7 @@ impl SimHost {
         self.now_ns = until_ns;
     }
 
-    /// Runs ksmd, or the scanner in its place.
+    /// Runs ksmd, or the scanner that replaces it.
     fn run_kernel(&mut self, until_ns: u64) {
         match &mut self.scanner {
             None => self.ksmd.run_until(&mut self.memory, until_ns),
@@ -124,7 +124,7 @@ impl SimHost {
         if let Some(exit_ns) = self.processes[process].exit_ns {
             self.schedule(exit_ns.max(self.now_ns), Event::Exit { owner });
         }
-        // Regions start as far apart as in a real address space.
+        // Regions are as far apart as in a real address space.
         let mut next = Vpn(0x5555_5555_5000 / 4096);
         for mapping in std::mem::take(&mut self.processes[process].mappings) {
             let first = Vpn((next.extent() + 2) * EXTENT_PAGES);

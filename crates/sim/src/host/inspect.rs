@@ -1,4 +1,4 @@
-//! The state of the simulated machine as tests and experiments see it. pagefold has no access to it.
+//! The state of the simulated machine, for tests and experiments. pagefold can't see it.
 
 use super::SimHost;
 use crate::comparisons::SearchCounts;
@@ -31,7 +31,8 @@ impl SimHost {
         let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
         KsmView { shared, sharing, zero, broken: self.granularity.scale(seen.broken), ..seen }
     }
-    /// KSM's counters as pagefold sees them: in simulated pages, except `scanned`, because rates are derived from it.
+    /// KSM's counters as pagefold sees them: in simulated pages, except for `scanned`, because pagefold derives rates
+    /// from it.
     pub(super) fn ksm_as_observed(&self) -> KsmView {
         KsmView {
             shared: Pages(self.ksmd.trees.shared),
@@ -58,7 +59,7 @@ impl SimHost {
         }
         Pages(self.granularity.scale(pages))
     }
-    /// Frames that are saved now: merged pages minus the frames they share, plus merged pages of zeros.
+    /// How many frames are saved now: merged pages minus the frames that they share, plus merged pages of zeros.
     pub fn saved(&self) -> Pages {
         Pages(self.granularity.scale(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
     }
@@ -70,17 +71,17 @@ impl SimHost {
     pub fn counts(&self) -> SearchCounts {
         self.scanner.as_ref().map_or(self.ksmd.counts, |scanner| scanner.counts())
     }
-    /// Pages that ksmd didn't compare again because they hadn't been written since (only with classes).
+    /// Pages that ksmd didn't compare again, because nobody had written them since (only with classes).
     pub fn spared(&self) -> u64 {
         self.ksmd.spared
     }
-    /// `pages_unshared` and `pages_volatile`.
+    /// KSM's counters `pages_unshared` and `pages_volatile`.
     pub fn unshared_and_volatile(&self) -> (u64, u64) {
         let (trees, unshared) = (&self.ksmd.trees, self.ksmd.unshared);
         let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
         (self.granularity.scale(unshared), self.granularity.scale(volatile))
     }
-    /// Contents and pages in each tree of the forest, or of each class. Shows how balanced they are.
+    /// How many contents and pages are in each tree of the forest, or of each class. Shows how balanced the trees are.
     pub fn tree_sizes(&self) -> Vec<u64> {
         self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.scale(pages)).collect()
     }
@@ -89,11 +90,11 @@ impl SimHost {
         let records = self.granularity.scale(self.ksmd.items + self.memory.known_frames());
         Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
     }
-    /// Processes that have exited but whose address space ksmd still holds.
+    /// How many processes have exited while ksmd still holds their address space.
     pub fn unreaped(&self) -> usize {
         self.ksmd.registered().iter().filter(|&&owner| self.memory.owners[owner as usize].exited).count()
     }
-    /// Kicks that arrived during a scan and had no effect.
+    /// Kicks that arrived during a scan and so had no effect.
     pub fn lost_kicks(&self) -> u64 {
         self.ksmd.lost_kicks
     }

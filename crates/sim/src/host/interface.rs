@@ -16,16 +16,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// The shortest time between two refreshes of the processes, nanoseconds. Like the three below, as in the live host.
+/// How often we refresh our list of processes at most, nanoseconds. This and the next three are as in the live host.
 const REFRESH_NS: u64 = 250_000_000;
-/// Refreshes of unchanged processes may take one part in this many of the time.
+/// Refreshes of unchanged processes may take one part in this many of our time.
 const REFRESH_PART: u64 = 3_333;
-/// We survey processes with marked memory again after this time, to notice changed flags, nanoseconds.
+/// We survey processes with marked memory again after this time, to notice if flags have changed, nanoseconds.
 const SURVEY_NS: u64 = 10_000_000_000;
-/// Such surveys may take one part in this many of the time.
+/// These surveys may take one part in this many of our time.
 const SURVEY_PART: u64 = 1_000;
 
-/// Our knowledge of the processes, and the time to refresh it.
+/// What pagefold knows of the processes, and when it's due to be refreshed.
 #[derive(Debug, Default)]
 pub(super) struct Refreshed {
     next_ns: u64,
@@ -64,8 +64,8 @@ impl SimHost {
         })
     }
 
-    /// The cost of refreshing our knowledge of the processes, if that's due. (The regions that we show are up to date
-    /// even if it isn't.)
+    /// What it costs to refresh our knowledge of the processes, if that's due. (We show regions as they are even if it
+    /// isn't.)
     fn refresh_ns(&mut self, owners: &[OwnerKey]) -> u64 {
         let mut cost_ns = self.costs.observe_ns;
         if self.now_ns < self.refreshed.next_ns {
@@ -79,7 +79,8 @@ impl SimHost {
             let record = &self.memory.owners[owner.0 as usize];
             let survey_ns = self.costs.survey_owner_ns + record.regions.len() as u64 * self.costs.survey_region_ns;
             cost_ns += if self.refreshed.changes.insert(*owner, record.changes) == Some(record.changes) {
-                // We only survey processes with marked memory again: they're the ones on ksmd's list.
+                // Of the unchanged processes we only survey those with marked memory, which are the ones on ksmd's
+                // list.
                 surveyed_ns += if surveys && record.registered { survey_ns } else { 0 };
                 self.costs.refresh_owner_ns
             } else {
@@ -104,7 +105,8 @@ impl SimHost {
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let merged = region.merged_frame(offset).map(|frame| self.memory.frames[frame as usize]);
-            // pagemap shows a page that one process maps exclusively, and only kpageflags that it's a merged one.
+            // If only one process maps a merged page, pagemap shows an exclusive page. Only kpageflags says that it's
+            // merged.
             let lone = merged.is_some_and(|frame| frame.mapped == 1);
             let state = if lone { PageState::Private } else { self.memory.state(region, offset) };
             looked_at += 1;
@@ -145,7 +147,7 @@ impl SimHost {
             }
         };
         let started = if read > 0 { run_ns } else { 0 };
-        // We read runs longer than a sample completely.
+        // If a run is longer than a sample, we read all of its real pages.
         let times =
             if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
         let pages_ns = looked_at * costs.pagemap_ns
@@ -194,7 +196,7 @@ impl SimHost {
         results
     }
 
-    /// The process to stop for a span, and the part of the span that exists.
+    /// The process that we stop for a span, and the part of the span that exists.
     fn target(&self, span: &Span) -> Option<(u32, Range<u32>)> {
         let region = self.memory.region(span.region.0)?;
         let place = |page: u64| u32::try_from(page.clamp(region.first, region.end()) - region.first).ok();
@@ -264,8 +266,8 @@ impl Host for SimHost {
         for run in &plan.inspect {
             inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged, &mut others);
         }
-        // pagefold paces counts by the pages it asks for: with coarse pages it counts more often, so each count is
-        // cheaper.
+        // pagefold paces its counts by the number of pages. If these are coarse, it counts more often, so each count
+        // must be cheaper.
         cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
         let counted = plan.count.then(|| Counted { zeros: self.merged_zeros(), others });

@@ -1,4 +1,4 @@
-//! Merging on request, as pagefold asks for it.
+//! The kernel's side of pagefold's requests to merge.
 
 use super::SimHost;
 use crate::ksmd::Kept;
@@ -35,8 +35,8 @@ impl SimHost {
         self.granularity.scale(cost_ns)
     }
 
-    /// Whether the kernel has a call for a range, and pagefold's live host would pass the range on: both processes are
-    /// alive, touchable and in the same trust domain, and the two sides don't overlap.
+    /// Whether the kernel merges on request, and pagefold's live host would pass this range on. Both processes must be
+    /// alive, touchable and in one trust domain, and the two sides mustn't overlap.
     fn may_merge(&self, range: &MergeRange) -> bool {
         let PageRun { region: take, first, pages } = range.take;
         let can = self.knobs.mechanism == Mechanism::Request && self.ours;
@@ -47,12 +47,12 @@ impl SimHost {
         self.domain_to_merge(keep) == Some(domain) && !overlaps
     }
 
-    /// The trust domain of a region's process, if we can ask the process to merge.
+    /// The trust domain of a region's process. `None` if the process has exited or can't be touched.
     fn domain_to_merge(&self, region: RegionKey) -> Option<DomainKey> {
         self.memory.owner_of(region.0).filter(|owner| !owner.exited && !owner.untouchable).map(|owner| owner.domain)
     }
 
-    /// The kernel marks the mappings of both sides, as a whole.
+    /// Marks the mappings of both sides as a whole, as the kernel does.
     fn mark_named(&mut self, range: &MergeRange) {
         let keep = range.keep.first().map(|(region, _)| region);
         for key in std::iter::once(range.take.region).chain(keep) {

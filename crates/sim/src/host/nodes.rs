@@ -1,4 +1,4 @@
-//! Memory nodes of the simulated host as pagefold observes them, and moving merged frames.
+//! Shows pagefold the simulated machine's memory nodes, and moves merged frames between them.
 
 use super::SimHost;
 use crate::memory::{Backing, MergedFrame, MoveResult, Nodes};
@@ -7,8 +7,8 @@ use pagefold_engine::keys::{LimitKey, LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
-/// Interval between two observations of nodes and processes, nanoseconds, and the part of the time that they may take:
-/// as on a live machine.
+/// How often pagefold observes nodes and processes, nanoseconds, and which part of its time that may take. As on a live
+/// machine.
 const REFRESH_NS: u64 = 2_000_000_000;
 const REFRESH_PART: u64 = 1_000;
 
@@ -22,11 +22,8 @@ pub(super) struct PlacementCache {
 }
 
 impl SimHost {
-    /// Sets the sizes of the memory nodes, numbered from 0, at the kernel's default distances: 10 to itself, 20 to
-    /// any other.
-    ///
-    /// # Panics
-    /// If a process has been added already.
+    /// Sets the sizes of the memory nodes, numbered from 0. Their distances are the kernel's defaults: 10 to itself, 20
+    /// to any other.
     #[must_use]
     pub fn with_nodes(mut self, totals: &[Pages]) -> Self {
         assert!(self.processes.is_empty(), "set the nodes before adding processes");
@@ -41,8 +38,8 @@ impl SimHost {
         self
     }
 
-    /// Takes a node offline: its frames move to the others. Returns false, and does nothing, if they have too little
-    /// room.
+    /// Takes a node offline and moves its frames to the others. Returns false, and does nothing, if these have too
+    /// little room.
     pub fn remove_node(&mut self, node: u16) -> bool {
         self.memory.remove_node(NodeKey(node))
     }
@@ -72,12 +69,12 @@ impl SimHost {
         self.memory.node_of(region, region.offset(page)?)
     }
 
-    /// Merged frames on each node, by its number.
+    /// How many merged frames each node has.
     pub fn frames_by_node(&self) -> Vec<Pages> {
         self.memory.merged_by_node().into_iter().map(|frames| Pages(self.granularity.scale(frames.0))).collect()
     }
 
-    /// Pages of a process that map merged frames, by the frame's node.
+    /// How many pages of a process map merged frames on each node.
     pub fn merged_of(&self, owner: OwnerKey) -> BTreeMap<NodeKey, Pages> {
         let mut pages: BTreeMap<NodeKey, Pages> = BTreeMap::new();
         for region in self.memory.owners[owner.0 as usize].regions.iter().filter_map(|&key| self.memory.region(key)) {
@@ -107,7 +104,7 @@ impl SimHost {
             let online = self.memory.nodes.online();
             let view = |&owner: &OwnerKey| {
                 let numa = self.memory.owners[owner.0 as usize].numa;
-                // Processors without memory belong to no node.
+                // If a process's node has no memory, it has no home.
                 let home = Some(numa.home).filter(|&home| numa.bound && online.has(home));
                 OwnerView { owner, home, nice: numa.nice, allowed: numa.allowed.and(online), placement: numa.placement }
             };
@@ -119,7 +116,8 @@ impl SimHost {
         (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
-    /// Finds merged pages, and others that are shared, in a run. Returns the cost in nanoseconds, for simulated pages.
+    /// Finds merged pages in a run, and other shared ones. Returns the cost in nanoseconds, as if simulated pages were
+    /// real.
     pub(super) fn find_merged_pages(
         &self,
         run: &PageRun,
@@ -136,7 +134,7 @@ impl SimHost {
             if matches!(state, PageState::ZeroMapped | PageState::Shared) {
                 others.push(StateSample { region: run.region, page: Vpn(number), state });
             }
-            // pagemap shows which pages one process maps exclusively; for these we needn't look at kpageflags.
+            // We skip kpageflags for pages that pagemap shows as exclusive.
             if matches!(state, PageState::Merged | PageState::ZeroMapped | PageState::Shared) {
                 cost_ns += self.costs.kpageflags_ns;
             }
@@ -149,7 +147,7 @@ impl SimHost {
         cost_ns
     }
 
-    /// The merged zeros of each process.
+    /// How many merged zeros each process has.
     pub(super) fn merged_zeros(&self) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
         let mut zeros = BTreeMap::new();
         for (_, region) in self.memory.live_regions() {
@@ -161,7 +159,7 @@ impl SimHost {
         zeros
     }
 
-    /// Records that we read pages from outside: the second read makes a page active (`mark_page_accessed`).
+    /// Records that we read pages from outside. The second read makes a page active (`mark_page_accessed`).
     pub(super) fn record_read(&mut self, run: &PageRun) {
         if !self.memory.nodes.is_tracked() {
             return;

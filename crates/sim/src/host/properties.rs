@@ -1,5 +1,5 @@
-//! Properties of every run: no process ever sees a page change through merging, all counters match the memory, and
-//! the same seed gives the same run.
+//! Properties of every run: no process ever sees a page change through merging, all counters match the memory, and the
+//! same seed gives the same run.
 
 use crate::memory::{Backing, ItemState, Memory, NONE};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
@@ -155,7 +155,7 @@ impl Rig {
         }
     }
 
-    /// Moves a frame to a node, and checks that it goes there if it's merged.
+    /// Asks to move a page's frame to a node, and checks that it goes there, and only if it's merged.
     fn move_page(&mut self, region: RegionKey, page: Vpn, node: NodeKey) {
         let before = self.sim.node_of(region, page);
         let was_merged = self.sim.page(region, page).unwrap().1 == PageState::Merged;
@@ -163,7 +163,7 @@ impl Rig {
         let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
         assert!(outcome.moved == 0 || was_merged, "moved a frame that is not merged");
         let is_merged = self.sim.page(region, page).unwrap().1 == PageState::Merged;
-        // We gave no order, but an earlier one may still be running.
+        // An earlier order may still be running, and ksmd may change the page meanwhile.
         if is_merged && was_merged && !self.sim.is_scanning() {
             let wanted = if outcome.moved == 1 { Some(node) } else { before };
             assert_eq!(self.sim.node_of(region, page), wanted);
@@ -236,7 +236,7 @@ impl Rig {
         }
         check_counters(&self.sim);
         if !may_fork {
-            // Before any merge, every present page had a frame of its own.
+            // Without merging, every present page would have a frame of its own.
             let truth = self.sim.truth();
             let untouched = truth.zero_mapped - self.sim.ksm().zero.0;
             let before = self.expected.len() as u64 - untouched;
@@ -363,7 +363,7 @@ proptest! {
 
 #[test]
 fn a_page_marked_again_during_a_scan_has_left_the_unstable_tree() {
-    // Unmarks and marks one page again at many points of the scan, among them while it is in the unstable tree.
+    // Unmarks a page and marks it again, at many points of the scan. At some of them the page is in the unstable tree.
     for waits in 0..80 {
         let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
         let mut add = || sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(1), Fill::Same(1))));
@@ -384,7 +384,7 @@ fn a_page_marked_again_during_a_scan_has_left_the_unstable_tree() {
     }
 }
 
-/// Everything observable of a run with random events.
+/// Everything that we can observe of a run with random events.
 fn fingerprint(seed: u64) -> String {
     use std::fmt::Write as _;
     let knobs = Knobs { busy: Permyriad(2_000), ..Knobs::default() };

@@ -1,7 +1,7 @@
-//! A red-black tree like the kernel's (`lib/rbtree.c`): the caller supplies the comparison at every node of a search.
-//! So the order may depend on data outside the tree, and may be wrong, as in ksmd's unstable tree, whose pages change.
+//! A red-black tree like the kernel's (`lib/rbtree.c`): the caller compares at every node of a search. So the order may
+//! depend on data outside the tree, and may be wrong, as in ksmd's unstable tree, whose pages change.
 //!
-//! Nodes are elements of one vector and keep their number until they are removed.
+//! Nodes are elements of one vector, and keep their number until we remove them.
 
 use std::cmp::Ordering;
 
@@ -70,7 +70,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[node as usize].value = value;
     }
 
-    /// Searches from the root. `compare` compares the sought value with a node's, or returns `None` to end the search.
+    /// Searches from the root. `compare` compares the value that we search for with a node's. `None` ends the search.
     pub(crate) fn search(&self, mut compare: impl FnMut(u32, T) -> Option<Ordering>) -> SearchEnd {
         let mut leaf = Leaf { above: NIL, side: 0 };
         let mut at = self.root;
@@ -88,7 +88,7 @@ impl<T: Copy + Default> RbTree<T> {
         SearchEnd::Leaf(leaf)
     }
 
-    /// Inserts a node where a search ended; the tree must not have changed since. Returns its number.
+    /// Inserts a node where a search ended, and returns its number. The tree mustn't have changed since the search.
     pub(crate) fn insert(&mut self, leaf: Leaf, value: T) -> u32 {
         let new = Node { value, below: [NIL; 2], above: leaf.above, red: true };
         let at = if let Some(free) = self.free.pop() {
@@ -134,14 +134,14 @@ impl<T: Copy + Default> RbTree<T> {
 
     pub(crate) fn remove(&mut self, at: u32) {
         let [less, more] = self.nodes[at as usize].below;
-        // The node that moves up into the gap, and whether the gap removed a black node.
+        // The node that fills the gap, and whether the gap has taken away a black node.
         let (filler, lost_black);
         if less == NIL || more == NIL {
             filler = if less == NIL { more } else { less };
             lost_black = !self.is_red(at);
             self.replace(at, filler);
         } else {
-            // The successor has no smaller child; it takes the place of the removed node.
+            // The successor, which has no smaller child, takes the place of the removed node.
             let mut next = more;
             while self.below(next, 0) != NIL {
                 next = self.below(next, 0);
@@ -168,7 +168,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.free.push(at);
     }
 
-    /// Restores the rule that every path has the same number of black nodes: the paths through `at` lack one.
+    /// Restores the rule that every path has the same number of black nodes, if the paths through `at` lack one.
     fn balance_gap(&mut self, mut at: u32) {
         while at != self.root && !self.is_red(at) {
             let parent = self.above(at);
@@ -213,7 +213,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[new as usize].above = above;
     }
 
-    /// Rotates a node down to one side; its child on the other side takes its place.
+    /// Rotates a node down to one side. Its child on the other side takes its place.
     fn rotate(&mut self, at: u32, side: usize) {
         let up = self.below(at, 1 - side);
         let between = self.below(up, side);
@@ -238,7 +238,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[at as usize].below[side]
     }
 
-    /// The side of its parent that a node is on.
+    /// On which side of its parent a node is.
     fn side(&self, at: u32) -> usize {
         usize::from(self.below(self.above(at), 1) == at)
     }
@@ -259,7 +259,7 @@ mod tests {
         (found, steps)
     }
 
-    /// The number of black nodes on every path down from a node.
+    /// How many black nodes every path down from a node has.
     fn black_height(tree: &RbTree<u64>, at: u32) -> u32 {
         if at == NIL {
             return 1;
@@ -283,7 +283,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compares with a plain map, and checks both red-black rules.
+        /// Compares the tree with a plain map, and checks both red-black rules.
         #[test]
         fn agrees_with_a_plain_map(steps in proptest::collection::vec((0u64..200, any::<bool>()), 0..800)) {
             let mut tree = RbTree::default();

@@ -1,10 +1,7 @@
-//! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and
-//! the kernel compares and merges them without a search. ksmd may run at the same time.
-//!
-//! A frame made on request is in no tree until ksmd visits one of its pages. When a process exits, its records are
-//! freed at once. If a page has been written or unmapped since, its record stays until the same address is merged
-//! again, ksmd visits it, or its process exits; so KSM's counters may be too high. (We don't count records that the
-//! kernel leaves to forked processes.)
+//! A frame that a request has merged is in no tree until ksmd visits one of its pages. When a process exits, the kernel
+//! frees its records at once. If a page has been written or unmapped since, its record stays until the same address is
+//! merged again, ksmd visits it, or its process exits. So KSM's counters may be too high. (We don't count records that
+//! the kernel leaves to forked processes.)
 
 use super::Ksmd;
 use super::trees::NO_TREE;
@@ -100,8 +97,7 @@ impl Ksmd {
         Merging::Merged
     }
 
-    /// Makes the frame of a page a merged one, for all processes that share it by fork. Only the named page gets a
-    /// record.
+    /// Makes a page's frame a merged one, for all processes that share it by fork. Only the named page gets a record.
     fn keep(&mut self, memory: &mut Memory, keep: PageRef, kept: &Present) -> u32 {
         let sharers = fork_sharers(memory, keep);
         let frame = memory.new_frame(kept.content, kept.node, NO_TREE);
@@ -113,7 +109,7 @@ impl Ksmd {
         frame
     }
 
-    /// Maps a merged frame at a page, with a record that replaces any earlier one.
+    /// Maps a merged frame at a page. The page's new record replaces any earlier one.
     fn join(&mut self, memory: &mut Memory, (key, page): PageRef, frame: u32) {
         memory.join(key, page, frame);
         let Some(region) = memory.region_mut(key) else { return };

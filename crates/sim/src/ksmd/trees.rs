@@ -1,11 +1,9 @@
-//! ksmd's trees and counters, by the rules of Linux's `mm/ksm.c`.
-//!
 //! The trees are red-black trees like the kernel's, ordered by content id, and every step of a search counts as a
-//! comparison. We also simulate a search's side effects: it walks a chain on the path, removes a merged frame that is
-//! no longer mapped and starts again, and ends at a page of the unstable tree that is gone.
+//! comparison. We simulate a search's side effects, too. It walks a chain on its path. If it meets a merged frame
+//! that's no longer mapped, it removes that and starts again. It ends at a page of the unstable tree that is gone.
 //!
-//! There is one pair of trees, or one per memory node if `merge_across_nodes` is off, or a forest ([`Forest`]). A frame
-//! that has moved to another node moves to that node's tree at ksmd's next visit. If that tree has a frame with the
+//! There is one pair of trees, or one per memory node if `merge_across_nodes` is off, or a forest ([`Forest`]). When a
+//! frame has moved to another node, ksmd's next visit moves it to that node's tree. If that tree has a frame with the
 //! same content, both stay (the kernel would move the pages of one to the other).
 
 use super::rbtree::{RbTree, SearchEnd};
@@ -13,8 +11,7 @@ use crate::knobs::{Forest, Knobs};
 use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_engine::keys::NodeKey;
 
-/// The tree of a frame that's in no tree, because it was made on request and ksmd hasn't visited it (the kernel's
-/// `migrate_nodes`).
+/// Stands for no tree: the frame was made on request and ksmd hasn't visited it yet (the kernel's `migrate_nodes`).
 pub(super) const NO_TREE: u16 = u16::MAX;
 
 /// A node of a stable tree: one content.
@@ -30,7 +27,7 @@ struct StableNode {
 /// The merged frames of a content that has more than one.
 #[derive(Debug, Default)]
 struct Chain {
-    /// The frames. Searches try the last one first.
+    /// The frames. A search tries the last one first.
     dups: Vec<u32>,
     /// The number of frames that have reached `max_page_sharing`.
     full: usize,
@@ -38,7 +35,7 @@ struct Chain {
 
 impl Chain {
     /// How many frames a search walks in this chain. It stops at the first frame with room, which then moves to the
-    /// front. So on average it's one frame, or all of them if all are full.
+    /// front. So it walks one frame on average, or all of them if all are full.
     fn walk(&self) -> u64 {
         if self.full == self.dups.len() { self.full as u64 } else { 1 }
     }
@@ -54,11 +51,11 @@ struct TreePair {
 /// The steps of one search.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Steps {
-    /// Pages of the stable tree compared.
+    /// How many pages of the stable tree were compared.
     pub(crate) stable: u64,
-    /// Full frames walked in chains.
+    /// How many full frames of chains were walked.
     pub(crate) dups: u64,
-    /// Pages of the unstable tree compared.
+    /// How many pages of the unstable tree were compared.
     pub(crate) unstable: u64,
 }
 
@@ -70,7 +67,7 @@ pub(crate) struct Trees {
     free_chains: Vec<u32>,
     max_page_sharing: u32,
     across_nodes: bool,
-    /// Whether the unstable trees outlive a scan.
+    /// Whether the unstable trees survive the end of a scan.
     persistent: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
@@ -107,12 +104,12 @@ impl Trees {
         node.0
     }
 
-    /// Pages in each unstable tree and contents in each stable one.
+    /// How many pages and contents are in each pair of trees.
     pub(crate) fn sizes(&self) -> Vec<u64> {
         self.pairs.iter().map(|pair| (pair.stable.len() + pair.unstable.len()) as u64).collect()
     }
 
-    /// Empties the unstable trees, unless they are divided by class.
+    /// Empties the unstable trees, unless they're divided by class.
     pub(crate) fn begin_scan(&mut self) {
         if !self.persistent {
             self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
@@ -123,7 +120,7 @@ impl Trees {
         memory.frames[frame as usize].items >= self.max_page_sharing
     }
 
-    /// The node of a content, or the place for it.
+    /// Finds the tree's node for a content, or the place for one.
     fn locate(&self, tree: u16, content: u64) -> SearchEnd {
         self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
     }
@@ -137,7 +134,7 @@ impl Trees {
         self.chains.get_mut(chain as usize)
     }
 
-    /// Adds a merged frame to a tree: as the first that searches try, or as the last.
+    /// Adds a merged frame to a tree. Searches try it `first`, or last.
     fn add(&mut self, memory: &Memory, tree: u16, frame: u32, first: bool) {
         let content = memory.frames[frame as usize].content;
         let node = match self.locate(tree, content) {
@@ -175,7 +172,7 @@ impl Trees {
             return;
         }
         let Some(chain) = self.chains.get_mut(there.chain as usize) else { return };
-        // Only the position of the last frame matters.
+        // The order of the frames doesn't matter, except which one is last.
         chain.dups.retain(|&other| other != frame);
         chain.full -= full;
         if let [only] = chain.dups[..] {
@@ -194,7 +191,7 @@ impl Trees {
         u32::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
     }
 
-    /// Moves a merged frame to the tree of the node that it is on. A frame that was in no tree enters its first one.
+    /// Moves a merged frame to the tree of its node, or puts it there if it was in no tree.
     pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
         let there = merged.tree != NO_TREE && (self.across_nodes || merged.tree == merged.node.0);
@@ -204,7 +201,7 @@ impl Trees {
         self.drop(memory, frame);
         let tree = self.of_node(merged.node);
         memory.frames[frame as usize].tree = tree;
-        // If any frame has room, the one that searches try first must have room.
+        // We add it as the last to try: if any frame of the content has room, searches must first try one that has.
         self.add(memory, tree, frame, false);
     }
 
@@ -247,8 +244,8 @@ impl Trees {
                         let place = chain.dups.iter().position(room)?;
                         chain.dups.swap(place, last);
                     }
-                    // A search removes frames that are no longer mapped: the one it would use, or any of a full chain
-                    // that it walks.
+                    // A search removes a frame that's no longer mapped: the one that it would use, or one in a full
+                    // chain that it walks.
                     let unused = |&frame: &u32| memory.frames[frame as usize].mapped == 0;
                     let dead = if any_room {
                         Some(chain.dups[last]).filter(unused)
@@ -296,7 +293,7 @@ impl Trees {
         }
     }
 
-    /// Removes a record from a merged frame. If the frame is no longer mapped, ksmd notices now.
+    /// Takes a record off a merged frame. If the frame is no longer mapped, ksmd notices that now.
     pub(crate) fn detach(&mut self, memory: &mut Memory, frame: u32) {
         if frame == NONE {
             return;
@@ -354,8 +351,9 @@ impl Trees {
             let mut relative = false;
             let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
                 let region = memory.region(key)?;
-                // The pages of the unstable tree aren't protected. This one may have been written, merged, or unmarked
-                // and marked again. It then has no record until ksmd's next visit.
+                // Pages in the unstable tree aren't write-protected. Since this one was inserted, it may have been
+                // written, merged, or unmarked and marked again; in the last case it has no record until ksmd's next
+                // visit.
                 let item = region.items.get(page as usize)?;
                 let comparable = matches!(region.backing[page as usize], Private | Forked)
                     && region.marks.contains(page)
@@ -381,7 +379,7 @@ impl Trees {
                     let apart = !self.across_nodes && on_node() != Some(NodeKey(tree));
                     return if apart { UnstableSearch::Lost } else { UnstableSearch::Partner(partner, node) };
                 }
-                // A page that is gone would block the path forever.
+                // In a persistent tree, a page that is gone would block its path for ever.
                 SearchEnd::Stuck(node) if self.persistent && !relative => unstable.remove(node),
                 SearchEnd::Stuck(_) => return UnstableSearch::Lost,
             }
@@ -396,7 +394,7 @@ impl Trees {
         }
     }
 
-    /// Recounts the chains and compares.
+    /// Recounts the chains, and compares with their counters.
     #[cfg(test)]
     pub(crate) fn check_counters(&self, memory: &Memory) {
         for (frame, merged) in (0_u32..).zip(&memory.frames) {
@@ -425,8 +423,8 @@ impl Trees {
 pub(crate) enum UnstableSearch {
     /// A page with the same content, and its node.
     Partner(PageRef, u32),
-    /// No page has the same content. The page we searched for is now in the tree, at this node.
+    /// No page has the same content. The visited page is now in the tree, at this node.
     Inserted(u32),
-    /// The search met a page that ksmd can't compare with. ksmd tries again at a later visit.
+    /// The search has met a page that ksmd can't compare with. ksmd will try again at a later visit.
     Lost,
 }

@@ -40,13 +40,13 @@ impl Ksmd {
         }
         let checksum = content::checksum(content);
         if self.persistent() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
-            // The page hasn't been written since the last comparison. It stays in its tree, where others can find it.
+            // Nobody has written the page since the last comparison. It stays in its tree, where others can find it.
             self.spared += self.granularity.get();
             return VisitCost { cost_ns: costs.checksum_ns, counts: true };
         }
         self.leave_unstable((key, page), &mut item);
         item.class = class;
-        // The record refers to a merged frame but the page is private, so it has been written since.
+        // The record refers to a merged frame, but the page is private. So somebody has written it since.
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
         let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {
@@ -74,8 +74,8 @@ impl Ksmd {
         matches!(self.knobs.forest, Forest::Classes(_))
     }
 
-    /// Removes a page from the unstable tree (`remove_rmap_item_from_tree`). Trees that are emptied at each scan no
-    /// longer contain it.
+    /// Removes a page from the unstable tree (`remove_rmap_item_from_tree`). If a scan has emptied the tree, the page
+    /// isn't there any more.
     pub(super) fn leave_unstable(&mut self, page: PageRef, item: &mut RmapItem) {
         if item.state != ItemState::Unshared {
             return;
@@ -87,7 +87,7 @@ impl Ksmd {
         self.unshared -= 1;
     }
 
-    /// Visits a page that is merged already. After a fork, the child's page has no record yet.
+    /// Visits a page that's already merged. After a fork, the child's page has no record yet.
     fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: RmapItem) -> VisitCost {
         self.leave_unstable((key, page), &mut item);
         let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
@@ -103,9 +103,9 @@ impl Ksmd {
         VisitCost { cost_ns: self.costs.visit_merged_ns, counts: true }
     }
 
-    /// The class of a page. With classes by writes, we use the class as of the last scan that found the page written.
-    /// Read literally, the paper would never compare anything: a written page is volatile, and an unwritten one is in
-    /// the class that isn't compared. A new page counts as written entirely.
+    /// The class of a page. If classes depend on writes, we take the class as of the last scan that found the page
+    /// written. Taken literally, the paper's rule would never compare anything: a written page is volatile, and an
+    /// unwritten one is in the class that isn't compared. A new page counts as wholly written.
     fn class_of(&self, region: &Region, page: usize, writes: PageWrites, item: RmapItem) -> u8 {
         let Forest::Classes(classes) = self.knobs.forest else { return 0 };
         match classes {
@@ -128,9 +128,8 @@ impl Ksmd {
         }
     }
 
-    /// Searches the stable tree, then the unstable one. A frame found in the stable tree stays. If two pages are found
-    /// equal in the unstable tree, the visited page's frame stays (`try_to_merge_two_pages`), which determines the
-    /// node.
+    /// Searches the stable tree, then the unstable one. A frame found in the stable tree is kept. If the duplicate is
+    /// in the unstable tree, the visited page's frame is kept (`try_to_merge_two_pages`), and determines the node.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, item: &mut RmapItem) -> u64 {
         let mut steps = Steps::default();
         let (found, merge_ns) = self.find(memory, me, content, item, &mut steps);
@@ -143,7 +142,7 @@ impl Ksmd {
             + steps.unstable * self.costs.unstable_level_ns
     }
 
-    /// Returns whether a duplicate was found, and the cost of merging.
+    /// Returns whether there's a duplicate, and the cost of merging.
     fn find(
         &mut self,
         memory: &mut Memory,
@@ -184,8 +183,8 @@ impl Ksmd {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);
         }
-        // The fork sharers have the visited page's frame, so they map the merged frame, too. They get records at ksmd's
-        // next visits.
+        // Relatives that share the visited page's frame by fork now map the merged frame, too. Their pages get records
+        // at ksmd's next visits.
         for (key, page) in fork_sharers {
             memory.join(key, page, frame);
         }
@@ -200,7 +199,8 @@ impl Ksmd {
     }
 }
 
-/// The pages that share a frame by fork: at the same address in other processes, since nothing moves within one.
+/// The pages that share a page's frame by fork. We look only at the same address, because relatives don't move pages
+/// here.
 pub(super) fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
     let at = Vpn(region.first + u64::from(me.1));
@@ -208,12 +208,13 @@ pub(super) fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     pages.filter(|&page| page != me && memory.same_frame(page, me)).collect()
 }
 
-/// Whether a page is pinned. The kernel doesn't merge pages with unknown references (`write_protect_page`).
+/// Whether a page is pinned. The kernel doesn't merge pages with references that it can't explain
+/// (`write_protect_page`).
 fn is_pinned(memory: &Memory, page: PageRef) -> bool {
     memory.region(page.0).is_some_and(|region| region.is_pinned(page.1 as usize))
 }
 
-/// `smart_scan`: whether to skip this visit. Counts visits and skips.
+/// Whether `smart_scan` skips this visit. Counts visits and skips.
 fn is_skipped(item: &mut RmapItem) -> bool {
     let age = item.age;
     item.age = age.saturating_add(1);
