@@ -34,8 +34,8 @@ impl Granularity {
         if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
     }
 
-    /// How many real samples one simulated sample stands for if we sample one in `every` pages. If `every` is 1 that's
-    /// all of the page; if no two samples fall into one simulated page it's the square root.
+    /// How many real samples one simulated sample stands for if we sample one in `every` pages. That's all of its real
+    /// pages if `every` is 1, and their square root if no two samples fall into one simulated page.
     pub fn samples(self, every: u64) -> u64 {
         (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
     }

@@ -1,9 +1,9 @@
 //! The memory of the simulated machine: processes, their regions, and for each page its content and its backing.
 //! Implements frames and copy-on-write; ksmd's scanning is elsewhere.
 //!
-//! A content id stands for a page's 4096 bytes; 0 is the page of zeros. A page takes 9 bytes here, 13 once any page
-//! of its region is merged or forked, and 16 more once ksmd has visited it. With several memory nodes it takes one
-//! more once it is read, and two if the pages of its region are on several nodes. Classes by writes take six more.
+//! A content id stands for a page's 4096 bytes; 0 is the page of zeros. A page takes 9 bytes here, 13 once any page of
+//! its region is merged or forked, and 16 more once ksmd has visited it. With several memory nodes it takes one more
+//! once it's read, and two more if its region is on several nodes. With classes by writes it takes six more.
 
 mod ground_truth;
 mod marks;
@@ -27,36 +27,36 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MergedFrame {
     pub content: u64,
-    /// Pages that map it. At zero the frame is free, although ksmd may not have noticed.
+    /// How many pages map the frame. At 0 it's free, although ksmd may not have noticed.
     pub mapped: u32,
-    /// ksmd's records that refer to it.
+    /// How many of ksmd's records refer to the frame.
     pub(crate) items: u32,
-    /// Removed from the stable tree. Kept until no record refers to it.
+    /// Whether ksmd has removed the frame from the stable tree. We keep it until no record refers to it.
     pub(crate) pruned: bool,
     /// The memory node it is on.
     pub(crate) node: NodeKey,
-    /// The process whose copy was kept: the frame stays charged to its cgroup.
+    /// The process whose copy was kept. The frame stays charged to this process's cgroup.
     pub(crate) payer: u32,
-    /// The stable tree it's in: a node's if `merge_across_nodes` is off.
+    /// The stable tree that the frame is in: its node's if `merge_across_nodes` is off.
     pub(crate) tree: u16,
 }
 
 #[derive(Debug, Default)]
 pub struct Memory {
     pub owners: Vec<Owner>,
-    /// The processes that have regions.
+    /// The processes that have any regions.
     mapping_owners: BTreeSet<u32>,
     regions: Vec<Option<Box<Region>>>,
-    /// The owner of each region, kept after the region has ended.
+    /// The owner of each region, also of regions that have ended.
     region_owners: Vec<u32>,
     pub frames: Vec<MergedFrame>,
     free_frames: Vec<u32>,
-    /// The number of pages that map each fork-shared frame.
+    /// How many pages map each fork-shared frame.
     shares: Vec<u32>,
-    /// Pages that map merged frames.
+    /// How many pages map merged frames.
     pub merged_pages: u64,
     pub merged_frames: u64,
-    /// Pages that ksmd mapped to the zero page.
+    /// How many pages of zeros ksmd has replaced by the zero page.
     pub zero_merged: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
@@ -85,7 +85,7 @@ impl Memory {
         self.regions.get_mut(key as usize)?.as_deref_mut()
     }
 
-    /// The process that a region belongs to, or belonged to when it was mapped.
+    /// The process that a region belongs to, or belonged to while it was mapped.
     pub(crate) fn owner_of(&self, key: u32) -> Option<&Owner> {
         self.owners.get(*self.region_owners.get(key as usize)? as usize)
     }
@@ -209,7 +209,7 @@ impl Memory {
         }
     }
 
-    /// Unmaps a page, or maps the zero page there.
+    /// Unmaps a page, or replaces it by the zero page.
     pub fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
         self.unmap_page(key, page);
         if let Some(region) = self.region_mut(key) {
@@ -220,7 +220,7 @@ impl Memory {
 
     fn make_private(&mut self, key: u32, page: u32) {
         let Some(region) = self.region(key) else { return };
-        // The last page that maps a fork-shared frame keeps it (`wp_can_reuse_anon_folio`).
+        // The last page that maps a fork-shared frame keeps that (`wp_can_reuse_anon_folio`).
         let keeps = self.state(region, page) == PageState::Private;
         if keeps {
             let share = region.frame_of(page as usize);
@@ -236,9 +236,9 @@ impl Memory {
         }
     }
 
-    /// Unmarks a range, and gives each merged page of its marked parts a copy of its own; returns the number of copies.
-    /// Where it isn't marked, the kernel does nothing. ksmd's records of the range become stale. (If the range is marked
-    /// again before ksmd's next visit, the kernel would reuse them; we make new ones.)
+    /// Unmarks a range, and copies each merged page of its marked parts. Returns the number of copies. Where nothing is
+    /// marked, the kernel does nothing. ksmd's records of the range become stale. (If the range is marked again before
+    /// ksmd's next visit, the kernel would reuse them; we make new ones.)
     pub(crate) fn unmerge(&mut self, key: u32, range: &Range<u32>) -> u64 {
         let mut copied = 0;
         for page in range.clone() {
@@ -273,7 +273,7 @@ impl Memory {
         let content = merged.content;
         self.merged_pages += 1;
         if let Some(region) = self.region_mut(key) {
-            // The invariant of merging; the kernel compares every byte first.
+            // Merging mustn't change a page. The kernel compares every byte first.
             assert_eq!(region.content[page as usize], content, "a merge must not change a page");
             region.backing[page as usize] = Backing::Merged;
             region.set_frame(page as usize, frame);
@@ -293,8 +293,8 @@ impl Memory {
         }
     }
 
-    /// Splits the huge page that contains a page, as a merge does. Linux 6.12 maps the zero page in place of the zeros in
-    /// it (`try_to_map_unused_to_zeropage`), and KSM doesn't count them.
+    /// Splits the huge page that contains a page, as a merge does. Linux 6.12 then maps the zero page in place of its
+    /// zeros (`try_to_map_unused_to_zeropage`), and KSM doesn't count these.
     fn split(&mut self, key: u32, page: u32) {
         let Some(region) = self.region_mut(key) else { return };
         if !region.is_huge(page) {
@@ -324,7 +324,7 @@ impl Memory {
         u32::try_from(self.frames.len() - 1).expect("fewer than 2^32 merged frames")
     }
 
-    /// Charges a merged frame to the process of the region whose copy is kept.
+    /// Charges a merged frame to the process whose copy is kept: the one of region `kept`.
     pub fn charge(&mut self, frame: u32, kept: u32) {
         self.frames[frame as usize].payer = self.region_owners[kept as usize];
     }
@@ -338,7 +338,7 @@ impl Memory {
         self.free_frames.contains(&frame)
     }
 
-    /// Merged frames that have a record, mapped or not.
+    /// How many merged frames have a record, mapped or not.
     pub fn known_frames(&self) -> u64 {
         (self.frames.len() - self.free_frames.len()) as u64
     }
@@ -367,8 +367,8 @@ impl Memory {
         }
     }
 
-    /// Forks a process: the child has the parent's mappings, including marks. Private pages become shared. Merged
-    /// frames gain a page that has no record until ksmd's next visit.
+    /// Forks a process. The child has the parent's mappings, including marks. Private pages become shared. Merged
+    /// frames get another page, which has no record until ksmd's next visit.
     pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
         let Owner { untouchable, domain, numa, lineage, .. } = self.owners[parent.0 as usize];
         let child = self.add_owner(untouchable, domain, numa);

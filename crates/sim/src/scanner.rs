@@ -4,9 +4,9 @@ use crate::comparisons::SearchCounts;
 use crate::memory::Memory;
 use std::fmt::Debug;
 
-/// A scanner that merges pages in the place of ksmd.
+/// A scanner that merges pages instead of ksmd.
 pub trait Scanner: Debug + Send {
-    /// Runs until `until_ns`, and completes a page that it has begun.
+    /// Runs until `until_ns`. A page that was begun before then is completed.
     fn run_until(&mut self, memory: &mut Memory, until_ns: u64);
 
     /// Forgets an unmapped region.

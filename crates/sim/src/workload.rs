@@ -1,4 +1,4 @@
-//! Simulated processes: their regions, the contents at the start, and the writes.
+//! Simulated processes: their regions, the regions' first contents, and the writes to them.
 
 pub mod scenario;
 pub(crate) mod script;
@@ -10,7 +10,7 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_engine::random::{Random, finalize};
 use pagefold_engine::units::{EXTENT_PAGES, Pages, Permyriad};
 
-/// Defines methods that set a field and return the value.
+/// Defines builder methods, which set a field and return the value.
 macro_rules! setters {
     ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty)?): $($field:ident).+ = $value:expr;)*) => {
         $(
@@ -43,13 +43,13 @@ impl Process {
     setters! {
         /// Sets when it exits.
         exiting_at(exit_ns: u64): exit_ns = Some(exit_ns);
-        /// Refuses all marks on it.
+        /// Makes it impossible to mark.
         untouchable(): untouchable = true;
         /// Sets its trust domain. Default: 0.
         in_domain(domain: u16): domain = DomainKey(domain);
         /// Binds it to the processors of a memory node. Default: node 0.
         at_home_on(node: u16): numa.home = NodeKey(node);
-        /// Lets it run anywhere: it's on its node by chance, and has no home node.
+        /// Lets it run anywhere. Then it's on its node only by chance, and has no home.
         unbound(): numa.bound = false;
         /// Sets its nice value.
         nice(nice: i8): numa.nice = nice;
@@ -58,7 +58,7 @@ impl Process {
         /// Sets its placement policy.
         placed(placement: Placement): numa.placement = placement;
     }
-    /// Adds a region, mapped when the process starts. Regions follow each other with gaps.
+    /// Adds a region, which is mapped when the process starts. There are gaps between regions.
     #[must_use]
     pub fn mapping(mut self, mapping: Mapping) -> Self {
         self.mappings.push(mapping);
@@ -102,7 +102,7 @@ impl Mapping {
         behaving(behaviour: Behaviour): behaviour = behaviour;
         /// Sets its family. By default, regions of equal size are one family.
         of_family(family: u64): family = FamilyKey(family);
-        /// Makes only a share of its pages resident; the others are absent until written.
+        /// Makes only a share of its pages resident. The others are absent until written.
         resident(share: Permyriad): resident = share;
         /// Maps it by huge pages where a whole aligned extent fits.
         huge(): huge = true;
@@ -118,31 +118,31 @@ impl Mapping {
 pub enum Fill {
     /// Each page has a content of its own.
     Random,
-    /// Written zeros: frames that contain only zeros.
+    /// All pages were written with zeros, so they have frames.
     Zeros,
-    /// Never written: mapped to the zero page.
+    /// No page was ever written: all map the zero page.
     Untouched,
     /// All pages have the same content, identified by a number.
     Same(u64),
-    /// Page i has content i of a numbered series: regions of the same series are copies.
+    /// Page i has content i of a numbered series, so regions of one series are copies.
     Series(u64),
     /// Partly a copy of other regions.
     Replica(Replica),
 }
 
-/// A region that has part of its contents in common with its siblings, like instances of one program: duplicates in
-/// short runs, at about the same density throughout a 2 MiB extent.
+/// A region that has part of its contents in common with its siblings, like instances of one program. The duplicates
+/// are in short runs, at about the same density throughout a 2 MiB extent.
 #[derive(Clone, Debug)]
 pub struct Replica {
     /// The template; regions of the same template are siblings.
     pub template: u64,
-    /// The share of common contents in each extent; repeated for longer regions.
+    /// The share of common contents in each extent. Longer regions repeat the list.
     pub density: Vec<Permyriad>,
     /// The share of pages of zeros.
     pub zeros: Permyriad,
-    /// The mean length of a run of common pages, as far as the density permits.
+    /// The mean length of a run of common pages, if the density permits it.
     pub run: u32,
-    /// How many pages further down the common contents are than in the template.
+    /// By how many pages the common contents come earlier than in the template.
     pub shift: u32,
 }
 
@@ -151,14 +151,14 @@ pub struct Replica {
 pub enum Behaviour {
     /// Never writes.
     Static,
-    /// Writes one page after another with the content it already has: breaks merges, changes nothing.
+    /// Writes one page after another with the content that it already has, which breaks merges and changes nothing.
     CowBreaker {
         /// Time between two writes.
         every_ns: u64,
     },
-    /// Maps and unmaps the region in turn. It is a new region each time.
+    /// Maps and unmaps the region in turn. Each time it's a new region.
     ShortLived {
-        /// How long it is mapped, and unmapped.
+        /// How long the region is mapped, and then unmapped.
         life_ns: u64,
     },
     /// Rewrites random pages.
@@ -170,7 +170,7 @@ pub enum Behaviour {
     },
     /// Rewrites random pages, less often.
     Turnover {
-        /// In this time the process makes as many writes as the region has pages.
+        /// How long the process takes to make as many writes as the region has pages.
         every_ns: u64,
         /// The new contents.
         writes: Writes,
@@ -185,7 +185,7 @@ pub enum Writes {
     /// Contents from a numbered series.
     Duplicate {
         series: u64,
-        /// How many contents of the series we use, from its first.
+        /// How many contents of the series we use, beginning with the first.
         size: u64,
     },
 }
@@ -212,7 +212,7 @@ impl Mapping {
 
 impl Replica {
     fn contents(&self, pages: u64, unique: &mut UniqueContents) -> Vec<u64> {
-        // We draw for the template's pages, so that all siblings agree on the common ones.
+        // We draw random numbers for the template's pages, so that all siblings agree on the common ones.
         let mut chance = Random::for_purpose(self.template, 0x007e_41a7e);
         let (mut common, mut zero) = (false, false);
         let mut contents = Vec::new();
@@ -224,7 +224,7 @@ impl Replica {
             } else {
                 chance.chance(self.to_common(common, density))
             };
-            // Zeros come in larger pieces: memory allocated and not used yet.
+            // Zeros come in larger pieces, like memory that's allocated and not used yet.
             if page % 16 == 0 {
                 zero = chance.chance(self.zeros);
             }
@@ -240,8 +240,8 @@ impl Replica {
         contents
     }
 
-    /// The probability that the next page is common: a two-state chain. Its runs have the wanted mean length, or the
-    /// closest that the density and runs of at least one page permit.
+    /// The probability that the next page is common, in a two-state chain. The chain's runs have the wanted mean
+    /// length, or the closest one that the density and runs of at least one page permit.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // shares of one, in ten-thousandths
     fn to_common(&self, common: bool, density: Permyriad) -> Permyriad {
         let share = density.fraction();

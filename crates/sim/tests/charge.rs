@@ -1,5 +1,6 @@
-//! Who pays for merged pages, on a simulated host: below random limits nobody is taken over a limit that it would have
-//! stayed below without merging, whoever writes first, and most of what an oracle could save within them is saved.
+//! Tests who pays for merged pages, on a simulated host. Below random limits, and whoever writes first, no cgroup may
+//! exceed a limit that it would have stayed below without merging. And we save most of what an oracle could save within
+//! them.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
@@ -14,15 +15,16 @@ use pagefold_engine::random::Random;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost};
 
-/// How many random cases each carrier has, and the variable that sets another number, as that of the live rounds.
+/// How many random cases we run with ksmd and on request each, and the variable that sets another number, as in the
+/// live rounds.
 const SEEDS: u64 = 12;
 const SEEDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
-/// At least this share of what the oracle could save.
+/// We must save at least this share of what the oracle could.
 const SHARE_PERCENT: u64 = 60;
-/// Virtual seconds until all is merged.
+/// How many virtual seconds we give the engine to merge everything.
 const SECONDS: u64 = 120;
 
-/// What was saved, and what the oracle could save, pages.
+/// How many pages were saved, and how many the oracle could save.
 #[derive(Clone, Copy, Debug)]
 struct Saved {
     pages: u64,
@@ -40,7 +42,7 @@ impl Saved {
 struct Case {
     programs: Vec<Program>,
     limits: Vec<Limit>,
-    /// A limit that is lowered later, and to how much.
+    /// The limit that we lower later, and its new size.
     lowered: Option<(usize, u64)>,
 }
 
@@ -91,7 +93,7 @@ fn set_limits(host: &mut SimHost, limits: &[Limit]) {
     }
 }
 
-/// No cgroup is over its limit, or, with `at_worst`, would be if its programs wrote to all of their memory.
+/// Asserts that no cgroup is over its limit. With `at_worst`: not even if its programs wrote to all of their memory.
 #[track_caller]
 fn assert_within(host: &SimHost, limits: &[Limit], at_worst: bool) {
     for (key, limit) in (1..).map(LimitKey).zip(limits) {
@@ -100,7 +102,7 @@ fn assert_within(host: &SimHost, limits: &[Limit], at_worst: bool) {
     }
 }
 
-/// Lets the engine merge, within the limits.
+/// Lets the engine merge. Asserts all the time that the limits hold.
 fn merge(sim: &mut Machine, case: &Case) -> Saved {
     let mut next_ns = 0;
     sim.run_and(SECONDS, |host| {
@@ -112,7 +114,7 @@ fn merge(sim: &mut Machine, case: &Case) -> Saved {
     Saved { pages: sim.saved().0, most: most_saved(&case.programs, &case.limits) }
 }
 
-/// Every program writes to all of its memory, in random order, and nobody watches.
+/// Lets every program write to all of its memory, in random order, while the engine doesn't run.
 fn rewrite_all(sim: &mut Machine, case: &Case, random: &mut Random) {
     let mut order: Vec<u32> = (0..).take(case.programs.len()).collect();
     for last in (1..order.len()).rev() {
@@ -129,8 +131,8 @@ fn rewrite_all(sim: &mut Machine, case: &Case, random: &mut Random) {
     }
 }
 
-/// Runs a case, and returns what was saved, also after a limit was lowered. At the end all programs write to all of
-/// their memory.
+/// Runs a case, and returns what was saved, and again after we've lowered a limit. At the end all programs write to all
+/// of their memory.
 fn run(seed: u64, host: SimHost) -> Vec<Saved> {
     let mut case = Case::random(seed);
     let mut sim = machine(&case, host);
@@ -138,7 +140,7 @@ fn run(seed: u64, host: SimHost) -> Vec<Saved> {
     if let Some((at, pages)) = case.lowered {
         case.limits[at].pages = pages;
         set_limits(&mut sim, &case.limits);
-        // Others take copies of their own.
+        // We give the engine time to unmerge what the lowered limit has no room for.
         sim.run(20);
         saved.push(merge(&mut sim, &case));
     }
@@ -160,8 +162,8 @@ fn on_request_most_of_what_is_safe_is_saved_each_time() {
     }
 }
 
-/// ksmd keeps the copy of the process that was marked later, so the first of all never pays: of `n` with equal limits
-/// it's the headroom of `n - 1`.
+/// ksmd keeps the copy of the process that was marked later, so the first one never pays. Of `n` processes with equal
+/// limits, only `n - 1` give headroom.
 #[test]
 fn ksmd_saves_most_of_what_is_safe() {
     let (mut pages, mut most) = (0, 0);
@@ -186,7 +188,7 @@ fn the_oracle_spreads_kept_copies_by_headroom() {
     assert_eq!(most_saved(&programs, &[]), 200);
     let covers_all = [limit(300, &[0, 1, 2])];
     assert_eq!(most_saved(&programs, &covers_all), 200);
-    // Two share 100 pages among themselves, whoever pays; the third could only join 10 of them.
+    // Two programs share 100 pages among themselves, whoever pays. The third could join only 10 of these.
     let pod = [limit(210, &[0, 1]), limit(100, &[2])];
     assert_eq!(most_saved(&programs, &pod), 110);
     let sizes = [Program { series: 0, pages: 100 }, Program { series: 0, pages: 50 }, Program { series: 1, pages: 90 }];

@@ -1,4 +1,4 @@
-//! Writers that keep rewriting their part of a mapping with the same contents: the rest of the mapping stays merged.
+//! Writers keep rewriting their part of a mapping with the same contents. The rest of the mapping must stay merged.
 
 mod common;
 
@@ -16,8 +16,8 @@ const WALKED: u64 = 16 * MIB;
 const PER_SECOND: u64 = 128;
 const FIRST: u64 = 512;
 
-/// Two processes with a mapping of the same contents. The first `walked` pages of it are rewritten again and again for
-/// some seconds. `content` gives each page its content, 0 for zeros.
+/// Two processes with equal mappings. For some seconds they rewrite the first `walked` pages again and again. `content`
+/// gives each page its content, 0 for zeros.
 fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u64) -> Vec<(u64, Step)> {
     let mut steps = Vec::new();
     let mut write = |at_ns, region, page| {
@@ -38,7 +38,7 @@ fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u
     maps.map(|step| (0, step)).chain(steps).collect()
 }
 
-/// Runs the steps and returns the frames in use after 40 s and after ten minutes.
+/// Runs the steps. Returns how many frames are in use after 40 s and after ten minutes.
 fn frames_of(steps: Vec<(u64, Step)>) -> [u64; 2] {
     let mut sim = Machine::new(host());
     sim.play(steps.into());
@@ -69,13 +69,13 @@ fn a_mapping_that_is_walked_through_is_given_back() {
     assert_eq!(sim.saved(), Pages(0));
     let report = sim.engine.state();
     for region in &report.regions {
-        // By chance we've seen few breaks in some extents.
+        // By chance the engine has seen few breaks in some extents.
         assert!(region.kind == Kind::CowBroken && region.marked <= Pages(PAGES / 50), "{region:?}");
     }
 }
 
-/// Two programs with equal memory: one writes all of it, page by page, soon after it was merged. The other one writes
-/// nothing.
+/// Of two programs with equal memory, one writes all of it, page by page, soon after we've merged it. The other one
+/// writes nothing.
 #[test]
 fn who_still_maps_what_others_have_written_is_not_charged_for_it() {
     let mut steps = walked(1, 0, 0, |page| page + 1);

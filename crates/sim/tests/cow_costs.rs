@@ -1,5 +1,5 @@
-//! Programs that write merged memory, for up to an hour: how much stays saved, and how many breaks it costs them. Beside
-//! pagefold on both kinds of kernel runs plain KSM: ksmd over everything, with the kernel's defaults.
+//! Programs that write merged memory, for up to an hour: how much stays saved, and how many COW breaks it costs. We
+//! compare pagefold on both kinds of kernel with plain KSM, where ksmd scans everything with the kernel's defaults.
 
 mod common;
 
@@ -18,12 +18,12 @@ const HALF_HOUR: u64 = HOUR / 2;
 /// When the programs begin to write, after they've filled their memory, seconds.
 const BEGIN: u64 = 30;
 
-/// What comes of a program.
+/// What became of a program's memory.
 #[derive(Clone, Copy, Debug)]
 struct Outcome {
     /// Pages saved on average.
     saved: u64,
-    /// Merged pages that programs wrote.
+    /// How many merged pages the programs wrote.
     breaks: u64,
 }
 
@@ -48,7 +48,7 @@ impl Comparison {
         found
     }
 
-    /// Asserts that pagefold saves at least this share of what plain KSM saves.
+    /// Asserts that pagefold saves at least this share of what plain KSM does.
     #[track_caller]
     fn assert_saves(&self, percent: u64) {
         for (carrier, outcome) in [("ksmd", self.ksmd), ("request", self.request)] {
@@ -56,7 +56,7 @@ impl Comparison {
         }
     }
 
-    /// Asserts that programs break at most so many merges.
+    /// Asserts that programs break at most this many merges.
     #[track_caller]
     fn assert_breaks(&self, most: u64) {
         for (carrier, outcome) in [("ksmd", self.ksmd), ("request", self.request)] {
@@ -65,7 +65,7 @@ impl Comparison {
     }
 }
 
-/// The steps of two processes with a mapping each.
+/// Writes the script of two processes with a mapping each.
 struct Writer {
     seconds: u64,
     steps: Vec<(u64, Step)>,
@@ -96,7 +96,7 @@ impl Writer {
         }
     }
 
-    /// Calls `write` this often in each second, with the time and a number.
+    /// Calls `write` so many times in each second, with the time and a number.
     fn repeat(&mut self, per_second: u64, mut write: impl FnMut(&mut Self, u64, u64)) {
         for number in 0..(self.seconds - BEGIN) * per_second {
             write(self, BEGIN * SECOND + number * SECOND / per_second, number);
@@ -104,7 +104,7 @@ impl Writer {
     }
 }
 
-/// A content that pages have in common: a place in a version of a program's data.
+/// A content that pages have in common: the one at a place in a version of a program's data.
 fn shared(version: u64, place: u64) -> u64 {
     (version + 1) << 24 | (place + 1)
 }
@@ -140,7 +140,7 @@ fn pagefold(host: SimHost, script: &Script, seconds: u64) -> Outcome {
     Outcome { saved: saved / last_ns, breaks: sim.cow_breaks() }
 }
 
-/// A program that rewrites its data in turn, every eight seconds, beside zeros that it allocated.
+/// A program that rewrites its data page by page, all of it every eight seconds, and has unused zeros beside it.
 #[test]
 fn a_walker_beside_zeros() {
     const PAGES: u64 = 8 * MIB;
@@ -151,11 +151,11 @@ fn a_walker_beside_zeros() {
         writer.repeat(64, |writer, at_ns, number| writer.both(at_ns, number % WALKED, content(number % WALKED)));
     });
     found.assert_saves(98);
-    // Merged at once each time, 128 pages would be broken each second.
+    // If the pages were merged again at once, 128 merges would break each second.
     found.assert_breaks(4 * u64::from(PROCESSES) * WALKED);
 }
 
-/// A heap of young objects that change all the time, and of old ones that are written now and then.
+/// A heap with young objects, which change all the time, and old ones, which are written now and then.
 #[test]
 fn a_heap_of_young_and_old_objects() {
     const YOUNG: u64 = 4 * MIB;
@@ -171,7 +171,7 @@ fn a_heap_of_young_and_old_objects() {
     });
     found.assert_saves(98);
     let old = 2 * u64::from(PROCESSES) * HOUR;
-    // Merged four times: at first, and after rests of 5, 10 and 20 minutes.
+    // The young objects are merged four times: at first, and after rests of 5, 10 and 20 minutes.
     found.assert_breaks(old + 5 * u64::from(PROCESSES) * YOUNG);
 }
 
@@ -193,7 +193,7 @@ fn a_collector_that_moves() {
     found.assert_saves(95);
 }
 
-/// A log in a ring: overwritten with new contents every 16 seconds, beside a program's data.
+/// A log in a ring buffer, which new contents overwrite every 16 seconds, beside a program's data.
 #[test]
 fn a_ring_buffer() {
     const RING: u64 = 8 * MIB;
@@ -205,7 +205,7 @@ fn a_ring_buffer() {
     found.assert_breaks(4 * u64::from(PROCESSES) * RING);
 }
 
-/// Guests that read the same files: each page of their page caches is replaced every few minutes, by one that the other
+/// Guests that read the same files. Every few minutes each page of their page caches is replaced by one that the other
 /// guest has, too.
 #[test]
 fn guests_that_use_their_page_cache() {
@@ -220,7 +220,8 @@ fn guests_that_use_their_page_cache() {
     found.assert_saves(80);
 }
 
-/// Workers with the same memory: every ten minutes half of one's changes, and becomes the same again after five.
+/// Workers with the same memory. Every ten minutes half of one worker's changes, and five minutes later it changes
+/// back.
 #[test]
 fn workers_that_diverge_and_come_back() {
     const PAGES: u64 = 32 * MIB;

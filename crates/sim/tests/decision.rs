@@ -1,5 +1,5 @@
-//! After a cycle, each region's decision says what the next cycle will do, as long as nothing else changes. A decision
-//! stands until the verb or the reason changes, and the log has each change.
+//! After a cycle, each region's decision says what the next cycle will do if nothing else changes. A decision's time
+//! only changes with its verb or reason, and the log has each change.
 
 mod common;
 
@@ -48,7 +48,7 @@ impl Host for Recorded {
     }
 }
 
-/// The decision on a region: the region's place, its end, and the decision.
+/// A region, where it ends, and the decision on it.
 struct Decided {
     key: RegionKey,
     first: Vpn,
@@ -72,8 +72,8 @@ impl Decided {
         key == self.key && (self.first..self.end).contains(&page)
     }
 
-    /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be joined
-    /// by regions that are `being_read`, so it may be done early.
+    /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be done
+    /// early, because regions that are being read (`being_read`) may join it.
     fn check(&self, recorded: &Recorded, then: &Decision, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;
         let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
@@ -87,20 +87,20 @@ impl Decided {
             Verb::Leave => assert!(!marked && read == 0 && !named, "{said}"),
             Verb::Sample | Verb::Merge | Verb::Watch => assert!(!marked, "{said}"),
             Verb::Wait => assert!(!marked || is_due, "{said}"),
-            // A region that has been read to its end is marked at once.
+            // Once we've read a region to its end, we mark it at once.
             Verb::Read | Verb::Mark => {}
         }
         match (decision.verb, then.verb) {
             (Verb::Leave, after) => assert_eq!(after, Verb::Leave, "{said}"),
-            // A region isn't read whole before its time, and a region to be read or marked isn't forgotten.
+            // We don't read a region whole before its time, and don't forget one that's to be read or marked.
             (Verb::Wait, Verb::Read | Verb::Mark) => assert!(is_due, "{said}"),
             (Verb::Read | Verb::Mark, Verb::Sample) => panic!("{said}"),
             _ => {}
         }
     }
 
-    /// Checks that the decision has stood since it was made. If it replaced the `old` one at `now_ns`, the log must
-    /// have it.
+    /// Checks the decision's time: it stays as long as verb and reason do. If the decision replaced the `old` one at
+    /// `now_ns`, the log must have the change.
     fn check_since(&self, old: Option<&Self>, log: &DecisionLog, now_ns: u64) {
         let decision = &self.decision;
         let said = format!("{decision:?} of {:?} at {:?}, observed at {now_ns}", self.key, self.first);

@@ -1,4 +1,4 @@
-//! The engine on a host that merges the memory of one trust domain only, as ksmd requires.
+//! The engine with ksmd, which can merge the memory of only one trust domain.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn nothing_is_marked_or_scanned_while_another_domain_is_still_marked() {
     sim.set_foreign_marks(false);
     sim.run(30);
     assert!(sim.saved().0 >= 31 * MIB);
-    // The same holds if foreign marks are found later, perhaps before the second scan of other marks.
+    // Nor are other regions marked if foreign marks are found later, perhaps before the second scan of earlier marks.
     sim.set_foreign_marks(true);
     sim.run(2);
     let before = (sim.engine.ledger().marked, sim.engine.scans(), sim.saved());

@@ -1,5 +1,5 @@
-//! Pages shared through fork, where the kernel merges on request. It makes the frame that stays a merged one for all who
-//! map it, replaces the other frame in the named process only, and marks only the mappings that are named.
+//! Pages shared through fork, where the kernel merges on request. The kernel makes the frame that stays a merged one
+//! for all who map it. It replaces the other frame only in the named process, and marks only the mappings that we name.
 
 mod common;
 
@@ -40,13 +40,13 @@ impl Families {
         child
     }
 
-    /// Lets the time pass. At no time is memory merged that isn't marked.
+    /// Lets time pass. Asserts all the time that no memory is merged unless it's marked.
     #[track_caller]
     fn run(&mut self, seconds: u64) {
         self.sim.run_and(seconds, |host| assert_eq!(host.merged_unmarked(), Pages(0), "at {} ns", host.now_ns()));
     }
 
-    /// Both masters get a SIGHUP: they fork new workers, and so many seconds later the old ones end.
+    /// Acts as if both masters got a SIGHUP: they fork new workers, and so many seconds later the old ones end.
     fn restart_workers(&mut self, seconds: u64) {
         let old = std::mem::take(&mut self.workers);
         for master in self.masters {
@@ -81,7 +81,7 @@ impl Families {
         self.sim.truth().frames
     }
 
-    /// The families have their memory once, with so many pages on top.
+    /// Asserts that there's one copy of the families' memory, and so many pages more.
     #[track_caller]
     fn assert_frames(&self, more: u64) {
         let frames = self.frames();
@@ -136,7 +136,7 @@ fn new_workers_share_the_copy() {
         families.run(20);
         families.assert_frames(0);
     }
-    // The same before anything is merged, in the middle of reading and naming.
+    // Now we fork before anything is merged, while the engine reads and names pages.
     let mut families = Families::new(2);
     for _ in 0..30 {
         families.sim.cycle();
@@ -161,7 +161,7 @@ fn workers_of_workers_belong_to_the_family() {
     }
     families.run(25);
     families.assert_frames(0);
-    // The masters end, and one that was forked by a worker is the first of its family.
+    // When the masters end, a worker that another worker forked becomes the first of its family.
     for master in families.masters {
         families.sim.exit(master);
     }
@@ -170,7 +170,7 @@ fn workers_of_workers_belong_to_the_family() {
     assert_eq!(families.sim.merged_unmarked(), Pages(0));
 }
 
-/// Workers of two families, or of one.
+/// We take workers of two families, and then of one.
 #[test]
 fn workers_that_diverge_and_come_back_are_merged_again() {
     for pair in [[0, 7], [6, 7]] {
@@ -191,7 +191,8 @@ fn workers_that_diverge_and_come_back_are_merged_again() {
     }
 }
 
-/// The index may know their old contents from their own pages. Then the rest of their family leaves the other's copy.
+/// The index may know the workers' old contents from the workers' own pages. When these come back, the rest of their
+/// family mustn't be left with a copy of its own.
 #[test]
 fn workers_that_come_back_at_once_leave_nobody_behind() {
     let mut families = Families::new(4);
@@ -206,7 +207,8 @@ fn workers_that_come_back_at_once_leave_nobody_behind() {
     families.assert_frames(0);
 }
 
-/// If one of a family keeps the frame, merging the others saves nothing, and its memory must not be merged behind its back.
+/// If one member of a family keeps its frame, merging the others saves nothing. And we mustn't merge its memory behind
+/// its back.
 #[test]
 fn a_family_with_a_member_out_of_scope_is_left_alone() {
     let mut families = Families::new(4);

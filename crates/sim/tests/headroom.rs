@@ -1,5 +1,5 @@
 //! Cgroup limits on a simulated host that charges each merged page to the cgroup whose copy was kept. Whoever writes
-//! first, no program takes its cgroup over the limit by writing to merged pages.
+//! first, no program may take its cgroup over the limit by writing to merged pages.
 
 mod common;
 
@@ -11,7 +11,7 @@ use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 use proptest::prelude::*;
 
-/// The memory of each program.
+/// How many pages each program has.
 const EACH: u64 = 40 * MIB;
 
 fn machines() -> [Machine; 2] {
@@ -39,7 +39,7 @@ fn run_within(sim: &mut Machine, seconds: u64, limits: &[(u32, Pages)]) {
     });
 }
 
-/// A process writes to all of its pages. Each number has contents of its own.
+/// Lets a process write to all of its pages. Each number stands for contents of its own.
 fn rewrite(host: &mut SimHost, owner: OwnerKey, number: u64) {
     for region in host.regions_of(owner) {
         let span = host.span_of(region).unwrap();
@@ -93,11 +93,11 @@ fn a_limit_on_all_in_scope_is_no_bound() {
 fn a_limit_above_others_counts_as_well() {
     for mut sim in machines() {
         let owners = contained(&mut sim, 4, Pages(EACH * 3));
-        // Two of the four programs together, with room for a quarter of another one.
+        // A limit for two of the four programs together, with headroom for a quarter of another one.
         let pod = Pages(EACH * 9 / 4);
         sim.limit(LimitKey(9), pod, &owners[..2]);
         run_within(&mut sim, 120, &[(9, pod)]);
-        // At least the other two are merged.
+        // At least the other two must be merged.
         assert!(sim.saved().0 >= EACH, "{:?}", sim.saved());
     }
 }
@@ -126,7 +126,7 @@ fn merged(sim: &mut Machine, programs: u32) -> Vec<OwnerKey> {
     owners
 }
 
-/// The limit of the cgroup, among three, that's charged for most pages.
+/// Which of three cgroups is charged for most pages.
 fn payer(host: &SimHost) -> LimitKey {
     (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap()
 }
@@ -141,7 +141,7 @@ fn others_take_copies_of_their_own_when_a_limit_is_lowered() {
         }
         let payer = payer(&sim);
         assert!(sim.charged_at_worst(payer) > limit);
-        // On the way, neither the cgroup that was charged nor any other exceeds its limit.
+        // Meanwhile, neither the cgroup that paid nor any other may exceed its limit.
         sim.run_and(60, |host| {
             for key in (1..=3).map(LimitKey) {
                 assert!(host.charged(key) <= limit, "{:?} of {limit:?}", host.charged(key));
@@ -160,7 +160,7 @@ fn others_take_copies_of_their_own_when_a_cgroup_grows() {
         let owners = merged(&mut sim, 3);
         let limit = Pages(EACH * 30 / 10);
         let payer = payer(&sim);
-        // Another program in this cgroup takes more than the headroom that the kept pages of the others leave.
+        // Another program in this cgroup takes so much that the pages kept for others no longer fit into the headroom.
         let growth = Mapping::new(Pages(EACH * 7 / 4), Fill::Random);
         let growing = sim.add(Process::starting_at(0).mapping(growth));
         sim.limit(payer, limit, &[owners[payer.0 as usize - 1], growing]);
@@ -210,7 +210,8 @@ fn a_rewritten_page_is_not_kept_for_others_again_without_headroom() {
     rewrite_in_turn(requested(), Governor::Low, &programs, &writes);
 }
 
-/// We've seen the page merged, name it for one program, and then read that it was written, and name it for another.
+/// The engine knows that the page is merged and names it for one program. Then it reads that the page was written, and
+/// names it for another.
 #[test]
 fn a_page_found_rewritten_after_it_was_named_is_not_kept_without_headroom() {
     let programs = [(3, 1, 100), (2, 1, 123), (2, 2, 112)];
@@ -227,7 +228,8 @@ fn what_waits_for_unmarking_needs_headroom() {
     rewrite_in_turn(host, Governor::Full, &programs, &writes);
 }
 
-/// The first program pays for pages that only the second still maps. When that one writes them, it pays for its own.
+/// The first program pays for pages that only the second still maps. When the second writes them, it pays for its
+/// copies.
 #[test]
 fn who_maps_a_page_alone_that_another_pays_for_has_headroom_for_its_own() {
     let programs = [(10, 1, 114), (5, 1, 120), (2, 2, 100), (2, 1, 100)];
@@ -235,7 +237,7 @@ fn who_maps_a_page_alone_that_another_pays_for_has_headroom_for_its_own() {
     rewrite_in_turn(requested(), Governor::Full, &programs, &writes);
 }
 
-/// A program that rewrites all of its memory from time to time, in its cgroup.
+/// A program that rewrites all of its memory from time to time, with a cgroup's limit.
 #[derive(Clone, Debug)]
 struct Rewriter {
     mib: u64,
@@ -255,7 +257,7 @@ fn rewriter() -> impl Strategy<Value = Rewriter> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-    /// Whoever writes when, no cgroup exceeds a limit that it would have stayed below without merging.
+    /// No order of writes takes a cgroup over a limit that it would have stayed below without merging.
     #[test]
     fn no_cgroup_exceeds_a_limit_that_it_would_have_stayed_below(
         programs in proptest::collection::vec(rewriter(), 2..6),

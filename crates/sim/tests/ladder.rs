@@ -15,7 +15,7 @@ fn kind_of_most(sim: &Machine) -> Kind {
     sim.engine.state().totals.kinds.iter().max_by_key(|total| total.resident).unwrap().kind
 }
 
-/// It comes back to each page after 20 s, which doesn't pay.
+/// The writer comes back to each page after 20 s, so merging doesn't pay.
 #[test]
 fn the_cow_breaker_is_not_merged() {
     let mut sim = Machine::new(host());
@@ -28,7 +28,7 @@ fn the_cow_breaker_is_not_merged() {
     assert!(sim.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "later scans cost almost nothing");
 }
 
-/// It comes back to each page after 87 minutes. Until then a page that stays merged pays.
+/// The writer comes back to each page after 87 minutes. Until then the merged page has paid.
 #[test]
 fn a_slow_cow_breaker_is_merged() {
     let mut sim = Machine::new(host());
@@ -80,7 +80,7 @@ fn lives_of_sixteen_seconds_are_merged_again_and_again() {
     scenario::short_lived(&mut sim, Pages(64 * MIB), 16 * SECOND);
     sim.run(64);
     let course = sim.course(160);
-    // The region exists for half of the time.
+    // The region only exists for half of the time.
     let held: u64 = course.windows(2).map(|pair| (pair[1].now_ns - pair[0].now_ns) * pair[0].saved).sum();
     let average = held / (course[course.len() - 1].now_ns - course[0].now_ns);
     assert!(average * 100 >= 64 * MIB * 40, "{average} pages held on average");
@@ -157,7 +157,7 @@ fn a_slow_host_with_many_processes_is_read_all_the_same() {
 fn a_large_mapping_is_judged_in_blocks() {
     use pagefold_sim::{Fill, Mapping, Process};
     let mut sim = Machine::new(host());
-    // Two guests of 3 GiB whose first GiB is the same.
+    // Two guests of 3 GiB. Their first GiB is the same.
     for _ in 0..2 {
         let replica = pagefold_sim::Replica {
             template: 5,
@@ -185,7 +185,7 @@ fn the_same_seed_gives_the_same_run() {
     assert_eq!(course(), course());
 }
 
-/// Adds two processes with `pages` pages each, from a time on.
+/// Adds two processes with `pages` pages each, which start at `at_ns`.
 fn pairs(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
     for process in [process, process + 1] {
         let map =
@@ -209,7 +209,7 @@ fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     let mut steps = Vec::new();
     pairs(&mut steps, 0, 1, 160_000);
     fill(&mut steps, 0, 1, 0..80_000);
-    // For a long time, these are too few to justify a scan.
+    // These pages are too few to justify a scan for a long time.
     pairs(&mut steps, 5 * SECOND, 3, 200);
     fill(&mut steps, 5 * SECOND, 3, 0..200);
     fill(&mut steps, 18 * SECOND, 1, 80_000..128_000);
@@ -229,7 +229,7 @@ fn a_program_of_many_small_mappings_is_merged_whole() {
     for process in [1, 2] {
         steps.push((0, Step::Start { process }));
         for number in 0..MAPPINGS {
-            // Half of them come later, when the others are marked.
+            // Half of the mappings come later, when the others are already marked.
             let at_ns = u64::from(number % 2) * 10 * SECOND;
             let (region, first) = (process * 1_000 + number, Vpn(512 + u64::from(number) * 1_024));
             steps.push((at_ns, Step::Map { process, region, family: FamilyKey(1), first, pages: Pages(PAGES) }));
@@ -252,7 +252,7 @@ fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_
     const PAGES: u64 = 20_000;
     let mut steps = Vec::new();
     pairs(&mut steps, 0, 1, PAGES);
-    // Guests that boot: equal to each other at any time, and something else each second.
+    // These act like guests that boot: always equal to each other, with other contents each second.
     for second in 0..10 {
         for (region, page) in [1, 2].into_iter().flat_map(|region| (0..PAGES).map(move |page| (region, page))) {
             let content = second << 32 | (page + 1);
@@ -268,7 +268,7 @@ fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_
     assert_eq!(sim.saved(), Pages(PAGES));
 }
 
-/// On a slow or busy machine, the host may end a reading before it has come to all of its mappings.
+/// On a slow or busy machine, the host may stop reading before it has come to all of its mappings.
 #[test]
 fn what_the_host_left_unread_is_read_later() {
     for knobs in [Knobs::driven(), Knobs::requested()] {

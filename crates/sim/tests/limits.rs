@@ -1,4 +1,4 @@
-//! The engine's work stays within the limits in every second, and is completed anyway.
+//! The engine's work stays within the limits in any second, and still gets done.
 
 mod common;
 
@@ -10,7 +10,7 @@ use pagefold_engine::units::Pages;
 use pagefold_sim::scenario;
 use std::collections::BTreeMap;
 
-/// The maximum in any second: for one process, and in total.
+/// How much was done in any second at most, for one process and in total.
 fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
     let (mut own, mut all) = (0, 0);
     for (at, &(from_ns, _, _)) in done.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Pinned memory never merges: it's found out after the scans, unmarked, and not tried again at once.
+//! Pinned memory never merges. The engine notices this after the scans, unmarks it, and doesn't soon try again.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn machine(pinned: &[bool]) -> Machine {
     sim
 }
 
-/// How much of a process's memory is marked, and whether it's left alone because nothing of it was merged.
+/// How much of a process's memory is marked, and whether the engine leaves it alone because nothing was merged.
 fn state(sim: &Machine, owner: u32) -> (Pages, bool) {
     let region = sim.engine.regions().find(|region| region.view.owner == OwnerKey(owner)).unwrap();
     (region.view.marked, region.decision.reason == Reason::Unmerged)

@@ -1,5 +1,5 @@
-//! Placement of merged pages on machines with several memory nodes, in virtual time: the live engine on simulated
-//! nodes, and its reports compared with the simulator's state.
+//! Placement of merged pages on machines with several memory nodes, in virtual time. We run the real engine on
+//! simulated nodes, and compare its reports with the simulator's state.
 
 mod common;
 
@@ -14,7 +14,7 @@ use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 
-/// Pages that all programs have in common.
+/// The memory that all programs have in common.
 const COMMON: Pages = Pages(32 * MIB);
 
 /// A machine with `nodes` nodes of 512 MiB.
@@ -22,7 +22,7 @@ fn machine(nodes: usize) -> Machine {
     Machine::new(host().with_nodes(&vec![Pages(512 * MIB); nodes]))
 }
 
-/// A program's memory: half of it is the same in all programs.
+/// The half of a program's memory that is the same in all programs.
 fn mapping() -> Mapping {
     Mapping::new(COMMON, Fill::Series(1)).of_family(1)
 }
@@ -57,7 +57,7 @@ fn on(home: u16) -> Process {
     Process::starting_at(0).at_home_on(home)
 }
 
-/// A machine with two nodes after these programs have run, each with its common memory in use or not.
+/// A machine with two nodes on which these programs have run. The flag says whether a program uses its common memory.
 fn ran(programs: impl IntoIterator<Item = (Process, bool)>) -> Machine {
     let mut sim = machine(2);
     for (process, active) in programs {
@@ -67,7 +67,7 @@ fn ran(programs: impl IntoIterator<Item = (Process, bool)>) -> Machine {
     sim
 }
 
-/// A machine after a run with one program on each of these nodes.
+/// A machine on which one program has run on each of these nodes.
 fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (Machine, Vec<OwnerKey>) {
     let mut sim = machine(nodes);
     let owners = programs(&mut sim, homes, placement);
@@ -75,8 +75,8 @@ fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (Machine, Vec<Ow
     (sim, owners)
 }
 
-/// A machine after a run of some seconds with one program on each of its nodes. The engine moves frames so slowly that
-/// the test can change something meanwhile.
+/// A machine on which one program has run on each node, for some seconds. The engine moves frames so slowly that the
+/// test can change something meanwhile.
 fn placing(nodes: u16, limit: u64, seconds: u64) -> Machine {
     let mut sim = slowly(machine(nodes.into()), limit);
     programs(&mut sim, &(0..nodes).collect::<Vec<_>>(), Placement::Fair);
@@ -88,10 +88,10 @@ fn placing(nodes: u16, limit: u64, seconds: u64) -> Machine {
 fn plain_ksm_is_one_sided() {
     let (sim, _) = placed(2, &[0, 1], Placement::Kernel);
     let shares = shares(&sim);
-    // The frames of the program that is scanned later are kept.
+    // ksmd keeps the frames of the program that it scans later.
     assert!(shares[1] > 0.98, "{shares:?}");
     assert_eq!(sim.moved(), 0);
-    // The report shows it anyway.
+    // The report shows this even though nothing is misplaced.
     let report = sim.engine.state();
     let places = report.placement.unwrap();
     assert_eq!(places.misplaced, Pages(0));
@@ -119,7 +119,7 @@ fn priority_gives_the_shares_of_the_nuksm_thesis() {
     for (nice, share) in
         [([-20, -11], 0.91), ([-20, -16], 0.83), ([-20, -20], 0.5), ([-16, -20], 0.17), ([-11, -20], 0.09)]
     {
-        // Activity has no effect.
+        // Whether a program uses its memory has no effect.
         let program = |home: u16| (on(home).nice(nice[usize::from(home)]).placed(Placement::Priority), home == 0);
         assert_shares(&ran([0, 1].map(program)), &[share, 1.0 - share], &format!("{nice:?}"));
     }
@@ -133,7 +133,7 @@ fn three_and_four_programs_on_two_nodes_and_four_on_four() {
     }
     let (sim, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
     assert_shares(&sim, &[0.25; 4], "four nodes");
-    // With the priority policy, each program has a share, and a node has the sum of its programs' shares.
+    // With the priority policy, each program has a share, and each node gets the sum of its programs' shares.
     let (sim, _) = placed(2, &[0, 1, 1], Placement::Priority);
     assert_shares(&sim, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
 }
@@ -167,7 +167,7 @@ fn a_program_that_maps_a_frame_twice_counts_once() {
 #[test]
 fn frames_are_divided_among_their_sharers_only() {
     let mut sim = machine(4);
-    // 0 and 1 have one half in common, 1 and 2 the other; 3 shares only with a program on its own node.
+    // 0 and 1 have one half in common, 1 and 2 the other. 3 only shares with a program on its own node.
     let half = |series| Mapping::new(COMMON, Fill::Series(series)).of_family(series);
     sim.add(on(0).mapping(half(1)));
     sim.add(on(1).mapping(half(1)).mapping(half(2)));
@@ -225,7 +225,7 @@ fn a_program_bound_to_another_node_takes_its_share_along() {
     sim.set_home(owners[1], 2);
     sim.run(60);
     assert_shares(&sim, &[0.5, 0.0, 0.5], "bound to node 2");
-    // With the priority policy, after a change of a nice value.
+    // With the priority policy, a nice value changes.
     let (mut sim, owners) = placed(2, &[0, 1], Placement::Priority);
     sim.set_nice(owners[0], 19);
     sim.run(60);
@@ -259,7 +259,7 @@ fn slowly(mut sim: Machine, moves: u64) -> Machine {
 fn a_full_node_gets_no_frames_until_it_has_room() {
     let total = COMMON.0 * 4;
     let mut sim = slowly(Machine::new(host().with_nodes(&[Pages(total), Pages(512 * MIB)])), 100);
-    // The frames of the program scanned last are kept: all on node 1.
+    // ksmd keeps the frames of the program that it scans last, so all are on node 1.
     programs(&mut sim, &[0, 1], Placement::Fair);
     sim.run(15);
     let moved = sim.moved();
@@ -306,7 +306,7 @@ fn a_node_can_go_offline_and_come_back() {
         let mut sim = placing(3, 300, after);
         assert!(sim.remove_node(2));
         sim.run(200);
-        // A program bound to processors without memory has its home where most of its pages went.
+        // A program bound to processors without memory now has its home where most of its pages went.
         let left = shares(&sim);
         assert!(left[2] == 0.0 && (left[0] - 0.5).abs() <= 0.02, "{left:?} without node 2, gone after {after} s");
         assert!(!sim.engine.is_busy());
@@ -396,7 +396,7 @@ fn reports_match_the_memory() {
             sim.merged_of(owner).into_iter().map(|(node, pages)| NodePages(node, pages)).collect::<Vec<_>>()
         );
     }
-    // A third of each program's pages is on its own node, and the one in the middle has none at the opposite corner.
+    // A third of each program's pages is on its own node. The program in the middle has none at the opposite corner.
     let tax: Vec<f64> = places.owners.iter().map(|owner| owner.tax).collect();
     let one = Latencies::default().tax(20, 20);
     for (tax, wanted) in tax.iter().zip([one, one, one * 2.0 / 3.0]) {
@@ -419,8 +419,8 @@ fn an_hour_of_sampling_makes_no_page_active() {
     }
 }
 
-/// A program on one of two nodes with three quarters of a common stock of pages, drawn at random: with a dozen of
-/// them, nearly every page has a different set of sharers.
+/// Adds a program, on one of two nodes, with three quarters of a common stock of pages, drawn at random. With a dozen
+/// of these, nearly every page has a different set of sharers.
 fn draw(host: &mut SimHost, number: u64, stock: u64) -> OwnerKey {
     let home = u16::try_from(number % 2).unwrap();
     let owner = host.add(on(home).mapping(Mapping::new(Pages(stock), Fill::Random)));
@@ -448,7 +448,7 @@ fn a_start_or_exit_moves_few_frames() {
     let owners: Vec<_> = (0..12).map(|number| draw(&mut sim, number, stock)).collect();
     sim.run(120);
     half(&sim);
-    // New processes share some of the pages: at most those are redistributed.
+    // New processes share some of the pages. Only these may be moved.
     let before = sim.moved();
     for number in 12..20 {
         draw(&mut sim, number, stock / 8);
@@ -456,7 +456,7 @@ fn a_start_or_exit_moves_few_frames() {
         half(&sim);
     }
     assert!(sim.moved() - before <= 8 * stock / 8, "{} moves", sim.moved() - before);
-    // When one exits, three quarters of its pages have other sharers: few have to move.
+    // When a program exits, most of its pages have other sharers, so few have to move.
     for owner in owners.into_iter().take(6) {
         let before = sim.moved();
         sim.exit(owner);

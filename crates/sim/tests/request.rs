@@ -1,4 +1,4 @@
-//! The live engine on a simulated host that merges on request.
+//! The real engine on a simulated host that merges on request.
 
 mod common;
 
@@ -15,7 +15,7 @@ use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Alike, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, scenario};
 use proptest::prelude::*;
 
-/// Starts a process with one region now.
+/// Starts a process with one region, now.
 fn add(host: &mut SimHost, domain: u16, mapping: Mapping) -> OwnerKey {
     let process = Process::starting_at(host.now_ns()).in_domain(domain);
     host.add(process.mapping(mapping))
@@ -93,7 +93,7 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
         for _ in 0..others {
             add(&mut sim, 0, copies(64 * MIB));
         }
-        // There's always something to judge, so that reading doesn't depend on the newcomer.
+        // There's always something else to judge, so the engine doesn't read just because of the newcomer.
         add(&mut sim, 0, Mapping::new(Pages(64 * MIB), Fill::Random).of_family(2));
         sim.run(60);
         nearly(sim.saved(), (others - 1) * 64 * MIB, 99);
@@ -105,7 +105,8 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
     }
 }
 
-/// The page that others were merged with is written, and copies of its old content appear. They all become one page.
+/// The page that others were merged with is written. Then copies of its old content appear, and all must become one
+/// page.
 #[test]
 fn pages_left_behind_are_merged_with_those_that_came_later() {
     let mut sim = Machine::new(requested());
@@ -126,8 +127,8 @@ fn pages_left_behind_are_merged_with_those_that_came_later() {
     nearly(sim.saved(), 3 * 8 * MIB, 97);
 }
 
-/// A process exits, and the index knew its contents only from its pages. Another process with the same contents is read
-/// again at once, though there is much else to read.
+/// The index knows some contents only from the pages of a process that exits. When another process with these contents
+/// starts, the siblings are read again at once, though there's much else to read.
 #[test]
 fn a_newcomer_finds_the_siblings_of_one_that_exited() {
     let mut sim = Machine::new(requested());
@@ -142,13 +143,14 @@ fn a_newcomer_finds_the_siblings_of_one_that_exited() {
     nearly(sim.saved(), 2 * 16 * MIB, 95);
 }
 
-/// Three processes exit in turn, and each is replaced, at once or after its contents may have been forgotten.
+/// Three processes exit in turn, and another one takes the place of each, at once or when its contents may be
+/// forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
     assert_restarted_are_merged(requested(), &[1, 1, 300, 300]);
 }
 
-/// A few pages are written with their own contents again and again. They are left alone, and the others stay merged.
+/// Somebody keeps writing a few pages with their own contents. We leave these alone, and the others stay merged.
 #[test]
 fn broken_pages_are_left_alone_one_by_one() {
     let mut sim = Machine::new(requested());
@@ -198,7 +200,7 @@ fn processes_that_refuse_do_not_keep_others_from_being_merged() {
     assert!(untried > 0 && untried <= sim.engine.ledger().pages_read, "{untried} pages were not tried");
 }
 
-/// Contents of two domains: each merges its own, and no request names pages of two.
+/// Two domains have the same contents. Each is merged by itself, and no request names pages of both.
 #[test]
 fn two_domains_never_share_a_page() {
     let mut sim = Machine::new(requested());
@@ -242,7 +244,7 @@ fn the_governors_share_holds() {
     }
 }
 
-/// A busy page is asked for again later, and merged in the end.
+/// The engine names a busy page again later, and finally it's merged.
 #[test]
 fn pages_in_use_are_merged_later() {
     let knobs = Knobs { busy: Permyriad(2_000), ..Knobs::requested() };
@@ -259,7 +261,7 @@ fn pin(sim: &mut SimHost, owner: OwnerKey, pinned: bool) {
     }
 }
 
-/// Whether it's the first of three copies, the second or the last.
+/// The pinned copy may be the first, the second or the last of three.
 #[test]
 fn a_pinned_copy_keeps_no_others_apart() {
     for pinned in 0..3 {
@@ -325,7 +327,7 @@ fn nothing_is_asked_for_while_another_program_controls_ksm() {
     assert!(sim.engine.ledger().pages_read > 0);
 }
 
-/// The merge only leaves out pages that were written meanwhile.
+/// Merging leaves out only pages that were written meanwhile.
 #[test]
 fn memory_that_is_written_all_the_time_is_merged_around() {
     let mut sim = Machine::new(requested());
@@ -352,7 +354,7 @@ fn the_surviving_copy_is_chosen_beforehand() {
     assert!(sim.log.moves.is_empty(), "{:?}", sim.log.moves);
 }
 
-/// Pages with equal hashes are merged only with true copies, and in the end with all of them.
+/// Asserts that pages with equal hashes are merged only with true copies, and in the end with all of these.
 fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Machine {
     let host = SimHost::new(seed, Costs::default(), Knobs { alike, ..Knobs::requested() });
     let mut sim = Machine::with(host, Config { seed, ..config() });

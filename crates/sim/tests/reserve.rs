@@ -1,5 +1,5 @@
 //! Headroom for copies of merged memory, on a simulated host. The test sets how much memory is left, whatever the
-//! processes take.
+//! processes use.
 
 mod common;
 
@@ -44,7 +44,7 @@ fn nothing_is_merged_while_memory_is_short_and_it_goes_on_afterwards() {
         sim.run(60);
         assert!(sim.saved().0 >= 63 * MIB, "{:?}", sim.saved());
         assert_eq!(state(&sim), RoomState::Enough);
-        // Merged memory stays merged. New processes aren't merged.
+        // Merged memory stays merged, but new processes aren't merged.
         sim.set_memory(memory(50));
         sim.run(5);
         let processes = add_pairs(&mut sim, 3..4);
@@ -59,11 +59,11 @@ fn nothing_is_merged_while_memory_is_short_and_it_goes_on_afterwards() {
 fn by_default_a_small_machine_merges_even_if_little_is_left() {
     let mut sim = machine(host(), Keep::Auto, false);
     add_pairs(&mut sim, 1..3);
-    // Less than 5 % of memory, and nothing is saved yet.
+    // Less than 5 % of memory is left, but nothing is saved yet that could come back.
     sim.set_memory(memory(40));
     sim.run(60);
     assert!(sim.saved().0 >= 31 * MIB, "{:?}", sim.saved());
-    // More is saved than is left.
+    // Now more is saved than is left.
     sim.set_memory(memory(60));
     sim.run(60);
     assert!(sim.saved().0 >= 63 * MIB, "{:?}", sim.saved());
@@ -96,7 +96,7 @@ fn merged_memory_is_taken_apart_in_steps_and_only_as_far_as_there_is_room() {
     sim.run(60);
     let merged = sim.saved();
     assert!(merged.0 >= 126 * MIB, "{merged:?}");
-    // A region needs 32 MiB of copies, and half of the reserve stays.
+    // Unmerging a region needs 32 MiB for copies, and half of the reserve must stay.
     sim.set_memory(memory(131));
     sim.run(30);
     assert_eq!(sim.saved(), merged, "there is no room for the copies of a region");
@@ -111,7 +111,7 @@ fn merged_memory_is_taken_apart_in_steps_and_only_as_far_as_there_is_room() {
     }
     assert!(steps >= 3, "{steps}");
     assert!(sim.engine.ledger().taken_back >= Pages(3 * 32 * MIB));
-    // Once there is room, the memory is not merged again at once.
+    // Even when there's room again, the engine doesn't merge the memory again at once.
     sim.set_memory(memory(900));
     let kept = sim.saved();
     sim.run(60);

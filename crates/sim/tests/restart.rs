@@ -1,4 +1,4 @@
-//! An engine takes the place of another on the same machine, with the other's knowledge.
+//! An engine takes another's place on the same machine, and adopts what that one has learned.
 
 mod common;
 
@@ -21,14 +21,14 @@ fn after_a_run() -> Machine {
     sim
 }
 
-/// Replaces the running engine by another one with this knowledge.
+/// Replaces the running engine by a new one that adopts this knowledge.
 fn restart(sim: &mut Machine, learned: Learned) {
     sim.engine = Engine::new(config());
     sim.engine.adopt(learned);
     sim.log = Log::default();
 }
 
-/// Restarts the engine. Returns the pages that it reads until all is judged.
+/// Restarts the engine. Returns how many pages the new one reads until it has judged everything.
 fn read_after_restart(sim: &mut Machine, learned: Learned) -> u64 {
     restart(sim, learned);
     let before = sim.saved();
@@ -50,7 +50,7 @@ fn the_next_run_searches_and_merges_nothing_anew() {
     let read = read_after_restart(&mut sim, learned.clone());
     assert!(read * 5 <= fresh, "{read} pages instead of {fresh}");
     assert_eq!((sim.log.marks, sim.engine.scans()), (0, 0));
-    // A third run knows as much as the second.
+    // A third run would know as much as the second.
     let marked = |learned: &Learned| learned.regions.iter().filter(|region| !region.marks.is_empty()).count();
     assert_eq!(marked(&sim.engine.learned()), marked(&learned));
     assert!(marked(&learned) >= 3);
@@ -84,7 +84,7 @@ fn a_run_that_ends_before_its_scans_leaves_them_to_the_next() {
     assert!(sim.engine.scans() > 0 && savable * 10 < saved, "{saved} and {savable} left");
 }
 
-/// Learned files with false claims of all kinds.
+/// What an engine has learned, falsified in all kinds of ways.
 fn lies(learned: &Learned) -> Vec<Learned> {
     let with = |change: &dyn Fn(&mut pagefold_engine::learned::LearnedRegion)| {
         let mut lie = learned.clone();

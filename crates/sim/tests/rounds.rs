@@ -1,4 +1,4 @@
-//! The live engine on the simulated host, in virtual time.
+//! The real engine on the simulated host, in virtual time.
 
 mod common;
 
@@ -74,7 +74,8 @@ fn a_later_process_is_merged_with_merged_ones() {
     assert!(savable * 10 < sim.saved().0, "{savable} left of {}", sim.saved().0);
 }
 
-/// Three processes exit in turn, and each is replaced, at once or after its contents may have been forgotten.
+/// Three processes exit in turn, and another one takes the place of each, at once or when its contents may be
+/// forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
     assert_restarted_are_merged(host(), &[1, 1, 1, 300, 300, 300]);
@@ -83,7 +84,7 @@ fn a_restarted_process_is_merged_again() {
 #[test]
 fn pages_that_become_equal_later_are_found() {
     let mut sim = Machine::new(host());
-    // At first all contents differ. Then writes replace them by contents that the other processes get, too.
+    // At first all contents differ. Then each process gets contents that the others get, too.
     let writes = Writes::Duplicate { series: 3, size: 8 * MIB };
     let behaviour = Behaviour::Turnover { every_ns: 7_200 * SECOND, writes };
     for _ in 0..4 {
@@ -118,7 +119,7 @@ fn sparse_duplicates_are_merged_at_once_where_they_pay_and_otherwise_once_ksmd_h
     };
     let (dense, all) = (Pages(128 * MIB), Pages((128 + 96) * MIB));
     assert_eq!(course(Governor::Full), (0, [all, all], 2), "two scans for all of it");
-    // A paced scan begins in the middle of one of ksmd's, and the rest of that comes first.
+    // Paced scanning begins in the middle of a scan, which ksmd finishes first.
     assert_eq!(course(Governor::Medium), (3, [dense, all], 6), "three for dense and three for sparse memory");
 }
 

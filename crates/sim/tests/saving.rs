@@ -1,5 +1,5 @@
-//! The saving that the engine reports is right: it's the frames of a machine on which nothing is merged, less those of
-//! a machine that lives through the same with the engine.
+//! The engine reports the right saving. Of two machines that live through the same, only one has the engine; the saving
+//! is the difference of their frames.
 
 mod common;
 
@@ -12,7 +12,7 @@ use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
 
-/// Two machines that only differ in that the engine runs on one of them.
+/// Two machines with the same processes. The engine runs on only one.
 struct Twins {
     merged: Machine,
     plain: SimHost,
@@ -40,7 +40,7 @@ impl Twins {
         let Ok(()) = self.plain.wait(self.merged.now_ns() - self.plain.now_ns());
     }
 
-    /// Another run of pagefold takes over.
+    /// A new run of pagefold takes over.
     fn restart(&mut self, with_learned: bool) {
         let learned = self.merged.engine.learned();
         self.merged.engine = Engine::new(config());
@@ -81,8 +81,8 @@ fn what_is_said_is_true_after_restarts_exits_writes_and_a_second_try() {
         twins.restart(true);
         twins.run(1);
         twins.check("restarted with what was learned");
-        // Half of the memory is written. KSM's counters only notice when ksmd passes by, which on request it never
-        // does.
+        // Half of the memory is written. KSM's counters don't show that before ksmd comes by, which it never does on
+        // request.
         let written = twins.merged.regions_of(second)[0];
         twins.change(|host| {
             let span = host.span_of(written).expect("it is there");
@@ -116,7 +116,7 @@ fn children_of_a_fork_count_once_whether_they_were_forked_before_or_after() {
     }
 }
 
-/// Writes to the pages of a process from a page of each region on.
+/// Writes to a process's pages, in each region from page `from` on.
 fn write(twins: &mut Twins, owner: OwnerKey, from: u64, content: impl Fn(u64) -> u64) {
     twins.change(|host| {
         for region in host.regions_of(owner) {
@@ -128,8 +128,8 @@ fn write(twins: &mut Twins, owner: OwnerKey, from: u64, content: impl Fn(u64) ->
     });
 }
 
-/// Workers whose garbage collector rewrites what they inherited, some of it with other contents. What they go on sharing
-/// is only saved once ksmd has come by all of them.
+/// Garbage collectors of the workers rewrite what these inherited, in part with other contents. What the workers still
+/// have in common is only saved once ksmd has visited all of them.
 #[test]
 fn what_workers_wrote_alike_counts_for_each_of_them() {
     for mut twins in twins() {
@@ -140,7 +140,7 @@ fn what_workers_wrote_alike_counts_for_each_of_them() {
         twins.run(60);
         let saved = twins.check("rewritten before merging");
         assert!(saved >= 8 * 8 * MIB * 95 / 100, "{saved}");
-        // New ones share what their master has.
+        // New workers share their master's memory.
         let masters = [OwnerKey(workers[0].0 - 1), OwnerKey(workers[4].0 - 1)];
         for master in masters {
             twins.change(|host| host.fork(master));
@@ -154,7 +154,7 @@ fn what_workers_wrote_alike_counts_for_each_of_them() {
     }
 }
 
-/// One of two relatives is read before it forks.
+/// A parent forks again when its first child has already rewritten half of its memory.
 #[test]
 fn a_child_shares_what_its_parent_had_before_the_fork() {
     for mut twins in twins() {
@@ -184,20 +184,20 @@ fn zeros_of_huge_pages_that_were_split_count_as_saved() {
         }
         twins.run(5);
         for owner in [0, 1] {
-            // Three pages of four are zeros, at different places in each program.
+            // Three of four pages are zeros, at different places in each program.
             write(&mut twins, OwnerKey(owner), 0, |page| if page % 4 == u64::from(owner) { 1 + page / 4 } else { 0 });
         }
         twins.run(60);
         let saved = twins.check("split");
         assert!(saved >= (2 * 12 + 4 + 16) * MIB * 95 / 100, "{saved}");
-        // Memory that was only ever read isn't saved.
+        // Memory that was never written isn't saved.
         twins.add(64, &Fill::Untouched);
         twins.run(20);
         twins.check("beside memory that was only read");
     }
 }
 
-/// Masters with equal memory, with some children each that only read it.
+/// Adds masters with equal memory, and for each some children that only read it.
 fn prefork(twins: &mut Twins, masters: u64, children: u64) -> Vec<OwnerKey> {
     let mut workers = Vec::new();
     for _ in 0..masters {
@@ -223,7 +223,7 @@ fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
     twins.run(25);
     let saved = twins.check(&format!("{masters} masters with {children} forked before merging"));
     assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
-    // A worker's pages diverge, another's come back.
+    // One worker's pages change, and another's change back.
     for (worker, number) in [(0, 7_u64), (1, 1)] {
         write(&mut twins, workers[worker], 0, |page| number << 32 | page);
     }
@@ -237,7 +237,7 @@ fn one_family_of_forks_by_itself_is_left_alone() {
         let workers = prefork(&mut twins, 1, 4);
         twins.run(25);
         assert_eq!(twins.check("one family"), 0);
-        // First the process ends in which we read the pages, and then the next one.
+        // First the process ends whose pages the engine reads, and then the next one.
         let master = OwnerKey(workers[0].0 - 1);
         for ended in [master, workers[0]] {
             twins.change(|host| host.exit(ended));

@@ -1,4 +1,4 @@
-//! A simulated week in which a million processes come and go: nothing that the engine holds grows.
+//! In a simulated week a million processes come and go. Nothing that the engine keeps may grow.
 
 mod common;
 
@@ -16,8 +16,8 @@ const DAY_SECONDS: u64 = 86_400;
 const STEP_SECONDS: u64 = 10;
 const HOUR_STEPS: u64 = 3_600 / STEP_SECONDS;
 
-/// Processes of a page to a MiB start, live for up to a minute, and exit. One in ten runs a program that was never seen
-/// before. Returns the most that the engine held at the end of an hour.
+/// Processes of a page to a MiB start, live for up to a minute, and exit. One in ten runs a program that we've never
+/// seen before. Returns the most that the engine held at the end of an hour.
 fn pass_a_day(sim: &mut Machine, random: &mut Random, started: &mut u64) -> usize {
     let mut most = 0;
     for step in 1..=DAY_SECONDS / STEP_SECONDS {
@@ -37,7 +37,7 @@ fn pass_a_day(sim: &mut Machine, random: &mut Random, started: &mut u64) -> usiz
         sim.run(STEP_SECONDS);
         sim.log = Log::default();
         if step % HOUR_STEPS == 0 {
-            // We measure everything that the engine holds by the length of its debug text.
+            // We measure all that the engine holds by the length of its debug text.
             most = most.max(format!("{:?}", sim.engine).len());
         }
     }

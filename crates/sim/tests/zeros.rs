@@ -1,4 +1,4 @@
-//! The live engine, asked to merge pages of zeros only, on a simulated host.
+//! The real engine on a simulated host, told to merge only pages of zeros.
 
 mod common;
 
@@ -19,13 +19,13 @@ fn add(host: &mut SimHost, mib: u64, fill: Fill) -> OwnerKey {
     host.add(process.mapping(Mapping::new(Pages(mib * MIB), fill)))
 }
 
-/// Memory with this share of zeros; the rest of its pages have a copy in each such region.
+/// Memory with this share of zeros. The other pages have a copy in each such region.
 fn with_zeros(zeros: u32) -> Fill {
     let density = vec![Permyriad(10_000 - zeros)];
     Fill::Replica(Replica { template: 3, density, zeros: Permyriad(zeros), run: 4, shift: 0 })
 }
 
-/// Pages of zeros are found in dense and in thin memory, and nothing else is ever named.
+/// The engine finds pages of zeros in dense and in thin memory, and names nothing else.
 #[test]
 fn on_request_only_zeros_are_named() {
     let mut sim = machine(requested());
@@ -67,7 +67,7 @@ fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
     assert!(dense.iter().all(marked));
     assert!(!thin.iter().chain(&copies).any(marked), "also when ksmd has been idle for long");
     assert!(sim.ksm().zero.0 * 100 >= 2 * 32 * MIB * 88, "{:?}", sim.ksm());
-    // We count other pages that are marked, and ksmd has merged them.
+    // The mark covers other pages, too. The engine counts these, and ksmd has merged them.
     let other: u64 = sim.engine.state().regions.iter().map(|region| region.other.0).sum();
     assert!((2 * 3 * MIB..2 * 4 * MIB).contains(&other), "{other}");
     assert!(sim.ksm().sharing > Pages(0));
@@ -76,7 +76,7 @@ fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever runs in whichever trust domains, no program ever shares a page on request.
+    /// Whatever runs, in any trust domains, no program ever shares a page on request.
     #[test]
     fn on_request_nothing_is_shared(tenants in common::tenants(), seed in any::<u64>()) {
         let mut sim = Machine::with(requested(), Config { seed, only: Only::Zeros, ..Config::default() });

@@ -11,17 +11,17 @@ pub struct GroundTruth {
     pub frames: u64,
     /// Frames that contain only zeros.
     pub zero_frames: u64,
-    /// Different contents, without zeros.
+    /// How many different contents there are, zeros not counted.
     pub contents: u64,
     /// Pages that map the zero page.
     pub zero_mapped: u64,
-    /// Frames that could be saved now: `frames` minus `contents`. All pages of zeros count, but only `use_zero_pages`
-    /// saves all of them: without it, one frame of zeros remains.
+    /// How many frames could be saved: `frames` minus `contents`. This counts all frames of zeros, but without
+    /// `use_zero_pages` one of these remains.
     pub savable: u64,
 }
 
 impl Memory {
-    /// Counts from the pages themselves, not from counters.
+    /// Counts the pages themselves, instead of reading counters.
     pub fn truth(&self) -> GroundTruth {
         let mut truth = GroundTruth::default();
         let mut contents = FxHashSet::default();

@@ -1,5 +1,5 @@
-//! The marked ranges of one region: sorted, disjoint, and joined where they touch, as the kernel joins adjacent VMAs
-//! with equal flags.
+//! The marked ranges of one region. They're sorted and disjoint, and we join them where they touch, as the kernel joins
+//! adjacent VMAs with equal flags.
 
 use std::ops::Range;
 

@@ -1,8 +1,6 @@
-//! Memory nodes: their sizes, where each frame is, and moving frames.
-//!
-//! A private page is allocated where its process runs at the first write. If that node is full or offline, we take the
-//! nearest one with room (the kernel's zone lists). We never run out of memory: if no node has room, we use the nearest
-//! one anyway, and its free memory stays at zero.
+//! A private page is allocated on the node of its process, at the first write. If that node is full or offline, we take
+//! the nearest one with room (the kernel's zone lists). We never run out of memory: if no node has room, we use the
+//! nearest one anyway, and its free memory stays at zero.
 
 use super::{Backing, Memory, Region};
 use pagefold_engine::host::NodeView;
@@ -15,11 +13,11 @@ use rustc_hash::FxHashMap;
 const LOCAL_DISTANCE: u32 = 10;
 const REMOTE_DISTANCE: u32 = 20;
 
-/// The node that a process runs on, and the rules for the placement of its pages.
+/// The node that a process runs on, and the rules that place its pages.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessNuma {
     pub home: NodeKey,
-    /// Whether it is bound to `home`.
+    /// Whether the process is bound to `home`.
     pub bound: bool,
     pub nice: i8,
     pub allowed: NodeSet,
@@ -63,7 +61,7 @@ impl Nodes {
         }
     }
 
-    /// Whether we have to track the location of frames.
+    /// Whether we have to track where frames are.
     pub fn is_tracked(&self) -> bool {
         !self.0.is_empty()
     }
@@ -81,7 +79,7 @@ impl Nodes {
         if *online { total.saturating_sub(*used) } else { 0 }
     }
 
-    /// Allocates a frame: on the wanted node, or on the nearest one that is allowed and has room.
+    /// Allocates a frame on the wanted node, or on the nearest allowed one with room.
     fn allocate(&mut self, wanted: NodeKey, allowed: NodeSet) -> NodeKey {
         if !self.is_tracked() {
             return NodeKey(0);
@@ -113,7 +111,7 @@ impl Nodes {
         }
     }
 
-    /// The nodes as pagefold sees them: none if fewer than two are online.
+    /// The nodes that pagefold sees. If fewer than two are online, it sees none.
     pub(crate) fn views(&self) -> Vec<NodeView> {
         let online = || (0_u16..).zip(&self.0).filter(|(_, node)| node.online);
         if online().count() < 2 {
@@ -235,8 +233,8 @@ impl Memory {
         MoveResult::Done
     }
 
-    /// Takes a node offline: its frames move to the others. Returns false, and does nothing, if they have too little
-    /// room or there is no other.
+    /// Takes a node offline and moves its frames to the others. Returns false, and does nothing, if these have too
+    /// little room or there are none.
     pub(crate) fn remove_node(&mut self, gone: NodeKey) -> bool {
         let others: Vec<NodeKey> = (0..)
             .map(NodeKey)
@@ -249,7 +247,7 @@ impl Memory {
             return false;
         }
         leaving.online = false;
-        // A fork-shared frame moves once, for all its pages.
+        // A fork-shared frame moves only once, for all its pages.
         let mut went: FxHashMap<u32, NodeKey> = FxHashMap::default();
         for at in 0..self.regions.len() {
             let Some(mut region) = self.regions[at].take() else { continue };
@@ -283,7 +281,7 @@ impl Memory {
         }
     }
 
-    /// Merged frames in use on each node.
+    /// How many merged frames each node has.
     pub(crate) fn merged_by_node(&self) -> Vec<Pages> {
         let mut frames = vec![Pages(0); self.nodes.0.len().max(1)];
         for frame in self.frames.iter().filter(|frame| frame.mapped > 0) {

@@ -3,19 +3,19 @@
 /// No frame.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// The backing of a page. Finer than [`PageState`](pagefold_engine::host::PageState): the two kinds of zero mapping
-/// count differently.
+/// The backing of a page. Finer than [`PageState`](pagefold_engine::host::PageState), because the two kinds of zero
+/// mapping count differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     Absent,
     Private,
-    /// The zero page, mapped when the page was read before its first write.
+    /// The zero page, which the kernel maps when a page is read before its first write.
     ZeroMapped,
-    /// The zero page, mapped by ksmd instead of a page of zeros.
+    /// The zero page, which ksmd maps instead of a page of zeros.
     ZeroMerged,
     /// The merged frame in `Region::frame`.
     Merged,
-    /// The fork-shared frame in `Region::frame`. Private again once no other page maps it.
+    /// The fork-shared frame in `Region::frame`. Counts as private once no other page maps it.
     Forked,
 }
 
@@ -26,7 +26,8 @@ pub type PageRef = (u32, u32);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RmapItem {
     pub(crate) checksum: u32,
-    /// The merged frame that the record refers to. After a write it stays set until ksmd's next visit.
+    /// The merged frame that the record refers to. Somebody may have written the page since; ksmd clears this at its
+    /// next visit.
     pub(crate) frame: u32,
     /// The page's node in an unstable tree.
     pub(crate) node: u32,
@@ -42,8 +43,7 @@ pub(crate) struct RmapItem {
 pub(crate) enum ItemState {
     Absent,
     Known,
-    /// There is a record, and the last visit put the page into an unstable tree (`UNSTABLE_FLAG`). Counts in
-    /// `pages_unshared`.
+    /// The last visit put the page into an unstable tree (`UNSTABLE_FLAG`). Counts in `pages_unshared`.
     Unshared,
 }
 
@@ -60,6 +60,6 @@ impl RmapItem {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PageWrites {
     pub(crate) times: u8,
-    /// The quarters written, one bit each.
+    /// Which quarters were written, one bit each.
     pub(crate) parts: u8,
 }

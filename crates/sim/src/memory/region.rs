@@ -21,22 +21,22 @@ pub struct Region {
     pub(crate) marks: Marks,
     /// Whether a huge page maps each 2 MiB extent. Empty if none ever did.
     pub(crate) huge: Vec<bool>,
-    /// The node of its private frames, unless `nodes` says otherwise.
+    /// The node of the region's private frames, unless `nodes` says otherwise.
     pub(super) node: NodeKey,
     /// The node of each page's private frame. Empty while all are on one node.
     pub(super) nodes: Vec<NodeKey>,
     /// Pages that the kernel may not replace or share, because a device or io_uring uses them.
     pub(crate) pinned: BTreeSet<u32>,
-    /// Whether the process uses its pages: page reclaim has them on its active list.
+    /// Whether the process uses these pages, so that page reclaim has them on its active list.
     pub(crate) active: bool,
     /// How often each page was read from outside, at most 2. Empty until the first read, and on a machine with one
     /// node.
     pub(crate) reads: Vec<u8>,
-    /// Writes to each page. Empty unless we record them.
+    /// The writes to each page since ksmd's last visit. Empty unless we record them.
     pub(crate) writes: Vec<PageWrites>,
-    /// The eighth of physical memory that each page is in. Empty unless a script sets it.
+    /// Which eighth of physical memory each page is in. Empty unless a script sets it.
     pub(crate) eighths: Vec<u8>,
-    /// Writes so far to merged pages, including merged zeros.
+    /// How many writes there have been to merged pages, including merged zeros.
     pub broken: u64,
 }
 
@@ -98,21 +98,21 @@ pub struct Owner {
     pub(crate) exited: bool,
     /// How often a region was mapped or unmapped.
     pub(crate) changes: u64,
-    /// Whether we refuse to mark its memory.
+    /// Whether the process can't be marked.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
     /// The process's first ancestor by fork, or itself.
     pub(crate) lineage: u32,
-    /// Whether we tell pagefold to leave it alone.
+    /// Whether we tell pagefold to leave the process alone.
     pub(crate) left_alone: bool,
     pub(crate) numa: ProcessNuma,
-    /// Whether it's on ksmd's list.
+    /// Whether the process is on ksmd's list.
     pub(crate) registered: bool,
-    /// Records of pages that are gone or no longer marked. Kept until ksmd's next visit.
+    /// How many records are of pages that are gone or no longer marked. They exist until ksmd's next visit.
     pub(crate) stale_items: u64,
-    /// The stale records that count in `pages_unshared`.
+    /// How many stale records count in `pages_unshared`.
     pub(crate) stale_unshared: u64,
-    /// The merged frames that stale records still refer to.
+    /// The merged frames that the stale records still refer to.
     pub(crate) stale_frames: Vec<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! Scripts: mappings and page contents step by step, recorded or generated elsewhere.
+//! Scripts: steps that map memory and write page contents, recorded or generated elsewhere.
 
 use crate::memory::ProcessNuma;
 use pagefold_engine::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
@@ -6,19 +6,19 @@ use pagefold_engine::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// One step. Processes and regions have numbers of the script's own, which are never reused.
+/// One step. Processes and regions have numbers of the script's own, which the script never reuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// A process starts, with nothing mapped.
     Start { process: u32 },
     /// A process exits, and its regions with it.
     Exit { process: u32 },
-    /// A process maps a region, all pages absent.
+    /// A process maps a region, with all pages absent.
     Map { process: u32, region: u32, family: FamilyKey, first: Vpn, pages: Pages },
     /// A region is unmapped.
     Unmap { region: u32 },
-    /// A page is written: its new content (0 for zeros), the quarters written (one bit each), and the eighth of
-    /// physical memory that it is in.
+    /// A page is written. Has its new content (0 for zeros), the quarters written (one bit each), and the eighth of
+    /// physical memory that it's in.
     Write { region: u32, page: Vpn, content: u64, parts: u8, eighth: u8 },
     /// A page is freed, or the zero page is mapped there.
     Drop { region: u32, page: Vpn, zero: bool },

@@ -1,4 +1,4 @@
-//! A simulated machine, and the live engine on it.
+//! A simulated machine, and the real engine on it.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 pub mod oracle;
@@ -29,7 +29,7 @@ pub fn requested() -> SimHost {
     SimHost::new(7, Costs::default(), Knobs::requested())
 }
 
-/// Full speed, so that tests are short.
+/// The engine's settings: full speed, so that tests are short.
 pub fn config() -> Config {
     Config { seed: 11, governor: Governor::Full, ..Config::default() }
 }
@@ -39,7 +39,7 @@ pub fn both() -> [Machine; 2] {
     [Machine::new(host()), Machine::new(requested())]
 }
 
-/// A machine with the live engine on it, and a log of the engine's requests.
+/// A machine with the real engine on it, and a log of the engine's requests.
 pub struct Machine {
     pub host: SimHost,
     pub engine: Engine,
@@ -60,7 +60,7 @@ impl Machine {
         self.run_and(seconds, |_| {});
     }
 
-    /// Like [`Self::run`], and shows the host to `look` after each cycle.
+    /// Like [`Self::run`], but shows the host to `look` after each cycle.
     pub fn run_and(&mut self, seconds: u64, mut look: impl FnMut(&SimHost)) {
         let end_ns = self.host.now_ns() + seconds * SECOND;
         while self.host.now_ns() < end_ns {
@@ -71,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// Like [`Self::run`], and returns the state after each cycle.
+    /// Like [`Self::run`], but returns the state after each cycle.
     pub fn course(&mut self, seconds: u64) -> Vec<Moment> {
         let mut course = Vec::new();
         self.run_and(seconds, |host| {
@@ -115,7 +115,7 @@ pub struct Moment {
     pub spent_ns: u64,
 }
 
-/// Asserts that at most `allowed_ns` of CPU time are spent within the governors' window, wherever it begins.
+/// Asserts that the engine and ksmd spend at most `allowed_ns` of CPU time within any window of the governors.
 #[track_caller]
 pub fn assert_spent_at_most(allowed_ns: u64, course: &[Moment]) {
     for (at, from) in course.iter().enumerate() {
@@ -126,8 +126,8 @@ pub fn assert_spent_at_most(allowed_ns: u64, course: &[Moment]) {
     }
 }
 
-/// Three processes exit in turn, and each is replaced after a gap, in seconds: at once, or after its contents may have
-/// been forgotten. Asserts that the new process is merged again.
+/// Three processes exit in turn, and after each gap of so many seconds another one takes its place. In a long gap its
+/// contents may be forgotten. Asserts that the new process is merged again.
 pub fn assert_restarted_are_merged(host: SimHost, gaps: &[u64]) {
     let mut sim = Machine::new(host);
     let mut owners = scenario::redis(&mut sim, 3, Pages(16 * MIB));
@@ -165,27 +165,28 @@ pub fn process_of((domain, fill, mib, start): Tenant) -> Process {
 pub struct Log {
     seen_ns: u64,
     owners: BTreeMap<RegionKey, OwnerKey>,
-    /// Pages read: time, process and number.
+    /// Pages that the engine read: time, process and number.
     pub pages: Vec<(u64, OwnerKey, u64)>,
     /// Stops of processes: time, process and number.
     pub stops: Vec<(u64, OwnerKey, u64)>,
-    /// Frames to be moved, by the time of the request.
+    /// How many frames the engine asked to move, with the time.
     pub moves: Vec<(u64, u64)>,
-    /// The results of the merges asked for, by the time of the request.
+    /// The results of the merges that the engine asked for, with the time.
     pub merges: Vec<(u64, MergeResult)>,
-    /// Spans marked or unmarked, and orders to ksmd.
+    /// How many spans were marked or unmarked, and how many orders ksmd got.
     pub marks: u64,
     pub orders: u64,
-    /// How many cache lines of a page were hashed, whenever the number changed.
+    /// How many cache lines of a page the engine had hashed. A new entry whenever the number changed.
     pub lines: Vec<Option<u32>>,
     pub looks: u64,
     pub activity: u64,
-    /// Snapshots that contained nodes or processes.
+    /// How many snapshots contained nodes or processes.
     pub placed: u64,
 }
 
 impl Log {
-    /// Pages asked to be merged since a time, with their owners and the owners of the pages to keep.
+    /// Merges that the engine has asked for since a time: the owner of the pages, the owner of the pages to keep, and
+    /// the result.
     pub fn asked_since(&self, from_ns: u64) -> impl Iterator<Item = (OwnerKey, Option<OwnerKey>, &MergeResult)> {
         let recent = self.merges.iter().filter(move |(at_ns, _)| *at_ns >= from_ns);
         recent.map(|(_, result)| {
@@ -194,7 +195,7 @@ impl Log {
         })
     }
 
-    /// How many pages had this outcome.
+    /// How many pages had this outcome when the engine asked to merge them.
     pub fn pages_that(&self, merging: Merging) -> u64 {
         pages_that(self.merges.iter().map(|(_, result)| result), merging)
     }
@@ -226,7 +227,7 @@ impl Host for Recorder<'_> {
         for run in &plan.runs {
             log.pages.push((log.seen_ns, log.owners[&run.region], run.pages.into()));
         }
-        // Counting the saving looks up frames, too.
+        // We don't count the frames that the engine looks up to count what's saved.
         log.looks += if plan.count { 0 } else { plan.inspect.len() as u64 };
         log.activity += plan.activity.len() as u64;
         if log.lines.last() != Some(&plan.lines) {

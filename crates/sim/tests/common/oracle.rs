@@ -1,14 +1,14 @@
-//! The most that merging can save below memory limits, if we may choose which page stays for each content, and no order
-//! of rewriting may take a cgroup over a limit that it would have stayed below without merging.
+//! Computes how much merging can save below memory limits at most. We may choose which page stays for each content, but
+//! no order of rewriting may take a cgroup over a limit that it would have stayed below without merging.
 //!
 //! A frame that stays charged to a cgroup while processes outside map it takes one page of that cgroup's headroom: its
-//! limit, less the pages that its processes have without merging. So we choose how many contents of each kind become a
+//! limit, minus the pages that its processes have without merging. So we choose how many contents of each kind become a
 //! frame of which processes, and whose page stays. That's a linear program.
 
 use pagefold_engine::units::whole;
 use std::collections::BTreeSet;
 
-/// A process: it has the first so many pages of a numbered series of contents.
+/// A process. Its pages are the first ones of a numbered series of contents.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
     pub series: u64,
@@ -22,7 +22,7 @@ pub struct Limit {
     pub members: BTreeSet<usize>,
 }
 
-/// A way to merge a content: these programs share a frame, which the payer's cgroup keeps.
+/// A way to merge a content: which programs share a frame, and whose cgroup is charged for it.
 struct Way {
     kind: usize,
     sharers: BTreeSet<usize>,
@@ -57,14 +57,14 @@ pub fn most_saved(programs: &[Program], limits: &[Limit]) -> u64 {
     whole(maximum(&gains, rows).round())
 }
 
-/// The coefficients of the ways that take from an amount, and the amount.
+/// One row of the linear program: the coefficients of the ways that take from an amount, then the amount.
 fn row(ways: &[Way], takes: impl Fn(&Way) -> bool, amount: u64) -> Vec<f64> {
     let mut row: Vec<f64> = ways.iter().map(|way| f64::from(u8::from(takes(way)))).collect();
     row.push(amount as f64);
     row
 }
 
-/// Contents that several programs hold: the holders, and the number of such contents.
+/// Contents that several programs hold, by their holders, with the number of such contents.
 fn kinds(programs: &[Program]) -> Vec<(BTreeSet<usize>, u64)> {
     let mut kinds = Vec::new();
     let series: BTreeSet<u64> = programs.iter().map(|program| program.series).collect();
@@ -82,7 +82,7 @@ fn kinds(programs: &[Program]) -> Vec<(BTreeSet<usize>, u64)> {
     kinds
 }
 
-/// The sets of holders that may share a frame: all of them, and the ones inside and outside each limit.
+/// Which sets of holders may share a frame: all of them, and the ones inside and outside each limit.
 fn sharer_sets(holders: &BTreeSet<usize>, limits: &[Limit]) -> BTreeSet<BTreeSet<usize>> {
     let mut sets = BTreeSet::from([holders.clone()]);
     for limit in limits {
@@ -93,8 +93,8 @@ fn sharer_sets(holders: &BTreeSet<usize>, limits: &[Limit]) -> BTreeSet<BTreeSet
     sets
 }
 
-/// The largest sum of `gains`, each times its amount, if in each row the amounts times the coefficients add up to the
-/// row's last entry at most. By the simplex method, with Bland's rule.
+/// Maximizes the sum of `gains`, each times its amount. In each row, the amounts times the coefficients must add up to
+/// the row's last entry at most. By the simplex method, with Bland's rule.
 fn maximum(gains: &[f64], mut rows: Vec<Vec<f64>>) -> f64 {
     const TINY: f64 = 1e-9;
     let width = gains.len();
