@@ -53,7 +53,7 @@ pub fn main() -> ExitCode {
     pagefold_text::program::finish("pagefold-fleet", result)
 }
 
-/// If the engine panics on a thread of its own, the query fails with an error of one line. So we don't print the
+/// If DataFusion panics on a thread of its own, the query fails with an error of one line. So we don't print the
 /// panic's own text.
 fn quiet_workers() {
     let before = std::panic::take_hook();

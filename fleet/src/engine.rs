@@ -12,7 +12,7 @@ use datafusion::execution::context::{SessionConfig, SessionContext};
 use datafusion::execution::runtime_env::RuntimeEnvBuilder;
 use std::sync::Arc;
 
-/// Rows that are processed together: a sketch has 32 KiB.
+/// How many rows are processed together. A sketch has 32 KiB.
 pub const BATCH_ROWS: usize = 128;
 
 /// A session with the tables that the queries use.
@@ -23,7 +23,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Opens the files that count. Queries take at most `memory` bytes for tables, and write the rest to temporary
+    /// Opens the files that count. Queries use at most `memory` bytes for their tables, and write the rest to temporary
     /// files.
     pub async fn open(sources: &[Source], inventory: &Inventory, memory: usize) -> Result<Self> {
         let config = SessionConfig::new().with_batch_size(BATCH_ROWS);
@@ -85,7 +85,7 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// A column's number, or 0 if it's negative.
+/// A number of a column, or 0 if it's negative.
 pub fn positive(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }

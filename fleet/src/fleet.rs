@@ -21,7 +21,7 @@ pub struct HostInfo {
     pub cpu_millicores: u64,
 }
 
-/// A workload, with all its trust domains.
+/// A workload, with its contents in all trust domains.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
     pub host: u32,
@@ -29,7 +29,7 @@ pub struct Workload {
     pub name: String,
     pub anonymous: u64,
     pub read: u64,
-    /// Memory that could be saved within the workload.
+    /// How much memory could be saved within the workload.
     pub within: u64,
     pub saved: u64,
     pub take_back: u64,
@@ -56,7 +56,7 @@ pub struct Limits {
 pub struct Planned {
     pub fleet: Fleet,
     pub members: Vec<Vec<usize>>,
-    /// Rules that are broken already.
+    /// Messages about rules that are already broken.
     pub broken: Vec<String>,
 }
 
@@ -72,7 +72,7 @@ impl Workloads {
         Ok(builder.finish())
     }
 
-    /// Makes the planner's fleet. Samples are moved into it.
+    /// Makes the planner's fleet, and moves the samples into it.
     pub fn plan_with(&mut self, rules: &Rules, limits: Limits) -> Planned {
         let hosts = self.hosts.iter().map(|host| Host {
             memory: Bytes(whole(host.memory as f64 * limits.memory)),
@@ -113,7 +113,7 @@ impl Workloads {
         Planned { fleet, members, broken }
     }
 
-    /// The groups that should be together and are, by host; and messages about the other groups.
+    /// The groups that should be together and are, by host, and messages about the other groups.
     fn together(&self, rules: &Rules) -> (BTreeSet<(usize, u32)>, Vec<String>) {
         let (mut together, mut broken) = (BTreeSet::new(), Vec::new());
         let mut hosts = vec![BTreeSet::new(); rules.together.len()];
@@ -250,8 +250,8 @@ impl Builder {
     }
 }
 
-/// Renumbers the trust domains, those of most hosts first, and drops the samples of all but the first `most`: one host
-/// may report any number of domains of its own.
+/// Renumbers the trust domains, beginning with those of most hosts. Drops the samples of all but the first `most`,
+/// since a host may report any number of domains of its own.
 fn keep_domains(workloads: &mut [Workload], most: u32) {
     let mut hosts: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
     for workload in &*workloads {

@@ -1,7 +1,5 @@
-//! Functions of Apache Spark's SQL, for DataFusion: theta sketches and sha2. They have the same names, arguments and
-//! results.
-//!
-//! A value that isn't a sketch gives null. The table has none, because its files are checked when they're read.
+//! If a value isn't a sketch, the result is null. The table has no such values, because we check files when we read
+//! them.
 
 use datafusion::arrow::array::{
     Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder, StringArray,
@@ -19,10 +17,10 @@ use std::sync::Arc;
 
 /// The sizes that Spark permits, as logarithms.
 const LG_SIZES: std::ops::RangeInclusive<i64> = 4..=26;
-/// The longest sketch that these functions make: 2^12 contents and a preamble. A longer sketch comes from elsewhere.
+/// The longest sketch that these functions make: 2^12 contents and a preamble. A longer one comes from elsewhere.
 const SKETCH_BYTES: usize = (8 << 12) + 24;
 
-/// A function: its name, the types of its arguments and of its result.
+/// A function: its name, the types of its arguments, the type of its result, and its code.
 type Scalar = (&'static str, Vec<DataType>, DataType, fn(&[ArrayRef]) -> Result<ArrayRef>);
 
 /// Makes the functions known to a session.
@@ -50,7 +48,7 @@ pub fn register(session: &SessionContext) {
         Arc::new(Binary),
         Volatility::Immutable,
         Arc::new(|_| Ok(Box::new(Union::default()) as Box<dyn Accumulator>)),
-        // The union so far, and its size.
+        // The state of the aggregation: the union so far, and its size.
         Arc::new(vec![Binary, Int64]),
     ));
 }
@@ -79,7 +77,7 @@ fn length(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     Ok(Arc::new(lengths.collect::<Int64Array>()))
 }
 
-/// SHA-2 of 256 bits, the only length that the queries ask for, as hexadecimal digits.
+/// SHA-2 of 256 bits as hexadecimal digits. The queries ask for no other length.
 fn sha2(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let (texts, bits) = (as_string_array(&arguments[0])?, as_int64_array(&arguments[1])?);
     let digests = texts.iter().zip(bits).map(|(text, bits)| {
@@ -89,7 +87,7 @@ fn sha2(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     Ok(Arc::new(digests.collect::<StringArray>()))
 }
 
-/// Rounded to a whole number, as in Spark.
+/// Rounds a sketch's estimate to a whole number, as Spark does.
 fn estimate(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let array = as_binary_array(&arguments[0])?;
     let estimates = array.iter().map(|bytes| {
@@ -128,7 +126,7 @@ fn intersection(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     Ok(Arc::new(intersections.finish()))
 }
 
-/// The lowest hashes of a sketch. Spark has no such function: its job cuts them out of the serialised form.
+/// The lowest hashes of a sketch. Spark has no such function: its job cuts them out of the serialized form.
 fn lowest(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let (array, numbers) = (as_binary_array(&arguments[0])?, as_int64_array(&arguments[1])?);
     let mut lists = ListBuilder::new(Int64Builder::new());

@@ -1,5 +1,5 @@
 //! Decides which files of sketches count: the newest file of each host, if it's recent, made under the fleet's key, and
-//! named after its host. We leave out other files, and list them with the reason.
+//! named after its host. We leave out all other files, and list these with the reason.
 
 use crate::sources::EXTENSION;
 use humantime::format_duration;
@@ -10,10 +10,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use url::Url;
 
-/// A clock that is this much ahead of this machine's is wrong.
+/// If a host's clock is this much ahead of ours, it's wrong.
 const AHEAD: Duration = Duration::from_mins(5);
 
-/// A file's facts about itself.
+/// What a file says about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub host: String,
@@ -30,7 +30,7 @@ impl Header {
     }
 }
 
-/// A file, and its header or the problem with it.
+/// A file with its header, or with the problem that it has.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub file: Url,
@@ -60,7 +60,7 @@ pub struct LeftOut {
 /// The files that count, and the others.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    /// The conditions, with the key that we chose.
+    /// The conditions, with the key that we've chosen.
     pub terms: Terms,
     pub chosen: Vec<(Url, Header)>,
     pub left_out: Vec<LeftOut>,
@@ -83,7 +83,7 @@ impl Inventory {
             }
         }
         for (host, mut files) in by_host {
-            // If two files have the same time they're copies, and we take the first.
+            // Files with the same time are copies, of which we take the first.
             files.sort_by(|(a, of_a), (b, of_b)| (of_b.time_us, a).cmp(&(of_a.time_us, b)));
             inventory.older += files.len() - 1;
             let (file, header) = files.swap_remove(0);
@@ -113,7 +113,7 @@ impl Terms {
     fn wrong(&self, file: &Url, header: &Header) -> Option<String> {
         let ahead = Duration::from_micros(header.time_us.saturating_sub(self.now_us));
         match self.key {
-            // Somebody who may write only one host's file mustn't speak for another host.
+            // Otherwise somebody who may write only one host's file could speak for another host.
             _ if !is_called_after(file, &header.host) => Some("is not named after its host (HOST.parquet)".to_owned()),
             Some(key) if key != header.key => Some(format!("was made under the key {}, not {key}", header.key)),
             _ if ahead > AHEAD => Some(format!("is {} ahead: its host's clock is wrong", rounded(ahead))),
@@ -127,7 +127,7 @@ impl Terms {
         is_old.then(|| format!("is {} old: the host is gone, or writes no sketches", rounded(age)))
     }
 
-    /// Why a file that counted before doesn't count now: it may have been replaced.
+    /// Why a file that counted before doesn't count any more: somebody may have replaced it.
     pub fn no_longer(&self, file: &Url, header: &Header) -> Option<String> {
         self.wrong(file, header).or_else(|| self.too_old(header))
     }
@@ -138,8 +138,7 @@ fn is_called_after(file: &Url, host: &str) -> bool {
     percent_decode_str(name).decode_utf8().is_ok_and(|name| name.strip_suffix(EXTENSION) == Some(host))
 }
 
-/// The key that most hosts have, of hosts with a file that counts otherwise. If two keys have equally many, the lower
-/// one.
+/// The key of most hosts, going by files that count otherwise. If two keys have equally many hosts, the lower one.
 fn most_common_key(seen: &[Seen], terms: Terms) -> Option<KeyId> {
     let mut hosts: BTreeMap<KeyId, BTreeSet<&str>> = BTreeMap::new();
     for Seen { file, header } in seen {
@@ -154,7 +153,7 @@ fn rounded(time: Duration) -> impl std::fmt::Display {
     format_duration(Duration::from_secs(time.as_secs()))
 }
 
-/// A path for a local file, otherwise the URL. On one line, whatever its name is.
+/// A file's path if it's local, otherwise its URL. Always one line, whatever its name is.
 pub fn name(file: &Url) -> String {
     let path = (file.scheme() == "file").then(|| file.to_file_path().ok()).flatten();
     path.map_or_else(|| file.to_string(), |path| path.display().to_string().replace(char::is_control, "?"))

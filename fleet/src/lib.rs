@@ -6,12 +6,12 @@
 //! | [`sources`] | directories and object stores: listing and reading files of sketches |
 //! | [`inventory`] | which of these files count, and why others do not |
 //! | [`engine`], [`table`] | Apache DataFusion, and the rows of these files as its table |
-//! | [`functions`], [`queries`] | the theta functions that it lacks, the SQL that Apache Spark runs too |
+//! | [`functions`], [`queries`] | theta functions that DataFusion lacks; the SQL, which Apache Spark runs, too |
 //! | [`report`] | what hosts and pairs of workloads have in common |
 //! | [`rules`] | the operator's rules: together, apart, pinned |
-//! | [`fleet`] | the planner's fleet, made of samples and rules |
+//! | [`fleet`] | makes the planner's fleet from samples and rules |
 //! | [`plan`] | the plan as a document: JSON, text, labels for Kubernetes, tags for Proxmox VE |
-//! | [`verify`] | a plan's promise, compared with what hosts saved afterwards |
+//! | [`verify`] | compares a plan's promise with what hosts saved afterwards |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
 

@@ -25,7 +25,7 @@ pub struct Document {
     pub workloads: u64,
     pub most_moves: u64,
     pub moves: u64,
-    /// Memory that workloads of one host have in common, now and after the plan.
+    /// How much memory workloads of one host have in common, now and after the plan.
     pub before: Estimated,
     pub after: Estimated,
     pub steps: Vec<StepRow>,
@@ -33,7 +33,7 @@ pub struct Document {
     pub hosts: Vec<HostPlan>,
     /// Groups of workloads that should be on one host, if the plan moves some of them.
     pub groups: Vec<Buddies>,
-    /// Rules that were broken before.
+    /// Messages about rules that were broken before.
     pub broken_rules: Vec<String>,
     #[serde(skip_deserializing)]
     pub left_out: Vec<LeftOut>,
@@ -46,7 +46,7 @@ pub struct Estimated {
     pub error_bytes: u64,
 }
 
-/// Moves that belong together: one, or two workloads that change places.
+/// One move, or two by which workloads change places.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct StepRow {
     pub moves: Vec<MoveRow>,
@@ -65,13 +65,13 @@ pub struct MoveRow {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct HostPlan {
     pub host: String,
-    /// What the host said it saved when the plan was made.
+    /// How much the host said that it saved when the plan was made.
     pub saved_bytes: u64,
     pub before: Estimated,
     pub after: Estimated,
 }
 
-/// Workloads that hold nearly the same, by the host that each should be on.
+/// Workloads that hold nearly the same, by the host where each should be.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Buddies {
     pub name: String,
@@ -93,7 +93,7 @@ impl From<Saving> for Estimated {
 }
 
 impl Document {
-    /// Makes a document of a plan, with names. `before` is what each host saves now.
+    /// Makes a plan's document, with names. `before` is what each host saves now.
     pub fn of(
         known: &Workloads,
         planned: &Planned,
@@ -146,7 +146,7 @@ impl Document {
         }
     }
 
-    /// Node labels, pod labels and affinity terms. Each host for a group has a label. Pods of the group prefer nodes
+    /// Node labels, pod labels and affinity terms. Each host of a group has a label. Pods of the group prefer nodes
     /// with that label, and nodes with other pods of the group.
     pub fn kubernetes(&self) -> Value {
         let mut nodes: BTreeMap<&str, BTreeMap<String, &str>> = BTreeMap::new();
@@ -176,7 +176,7 @@ impl Document {
         json!({ "schema": "pagefold.fleet.kubernetes/1", "nodes": nodes, "pods": pods })
     }
 
-    /// Affinity tags: guests with the same tag are kept on one node.
+    /// Affinity tags. Proxmox VE keeps guests with the same tag on one node.
     pub fn proxmox(&self) -> Value {
         let mut guests = Vec::new();
         for group in &self.groups {

@@ -10,11 +10,12 @@ pub const HOSTS: &str = include_str!("../sql/hosts.sql");
 const PAIRS: &str = include_str!("../sql/pairs.sql");
 const SAMPLES: &str = include_str!("../sql/samples.sql");
 
-/// We look for candidate pairs in at most this many contents of all workloads, with these bounds for each workload.
+/// How many contents of all workloads we search for candidate pairs at most, and how many of each workload at least and
+/// at most.
 const SAMPLED_MOST: usize = 1_000_000;
 const SAMPLED: (usize, usize) = (4, 128);
 
-/// We look for candidate pairs in this many contents of each workload. With `n` of them, two workloads of the same size
+/// How many contents of each workload we search for candidate pairs. With `n` of them, two workloads of the same size
 /// that have a share `s` in common miss each other with the probability (1 - s)^n.
 pub fn sampled(workloads: usize) -> usize {
     (SAMPLED_MOST / workloads.max(1)).clamp(SAMPLED.0, SAMPLED.1)
@@ -27,12 +28,12 @@ pub fn contents(sampled: usize) -> String {
     )
 }
 
-/// The pairs of workloads that have most in common.
+/// The query for the pairs of workloads that have most in common.
 pub fn pairs(sampled: usize, pairs: usize) -> String {
     PAIRS.replace("{sampled}", &sampled.to_string()).replace("{pairs}", &pairs.to_string())
 }
 
-/// All workloads with samples of at most 2^lg contents.
+/// The query for all workloads, with samples of at most 2^lg contents.
 pub fn samples(lg: u8) -> String {
     SAMPLES.replace("{lg_sampled}", &lg.to_string())
 }

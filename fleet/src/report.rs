@@ -33,15 +33,15 @@ pub struct HostRow {
     pub host: String,
     pub workloads: u64,
     pub anonymous_bytes: u64,
-    /// The part of it that was read for the sketches.
+    /// How much of the anonymous memory was read for the sketches.
     pub read_bytes: u64,
     pub saved_bytes: u64,
-    /// Memory that could be saved within workloads.
+    /// How much memory could be saved within workloads.
     pub within_bytes: u64,
-    /// Memory that could be saved across workloads of one trust domain, and the error of that estimate.
+    /// How much memory could be saved across workloads of one trust domain, and the error of that estimate.
     pub across_bytes: u64,
     pub across_error_bytes: u64,
-    /// The most memory that we've seen come back, added up over workloads.
+    /// How much memory has come back at most, added up over workloads.
     pub take_back_bytes: u64,
     pub cpu_millicores: u64,
     pub host_memory_bytes: u64,
@@ -57,7 +57,7 @@ pub struct PairRow {
     pub other_kind: String,
     pub other_workload: String,
     pub domain: String,
-    /// Distinct contents of each.
+    /// How many bytes of distinct contents each of the two holds.
     pub held_bytes: u64,
     pub other_held_bytes: u64,
     pub common_bytes: u64,
@@ -169,7 +169,7 @@ impl fmt::Display for Report {
                 human(host.take_back_bytes),
             ]);
         }
-        // The sums of one host are below 2^63, but hosts may lie, so the sums over hosts saturate.
+        // The sums of one host are below 2^63. But hosts may lie, so the sums over hosts saturate.
         let sum = |of: fn(&HostRow) -> u64| human(self.hosts.iter().map(of).fold(0, u64::saturating_add));
         writeln!(f, "{table}\n")?;
         writeln!(

@@ -15,7 +15,7 @@ pub struct Rules {
     /// Workloads that are not moved.
     #[serde(default)]
     pub pinned: Vec<Pattern>,
-    /// Workloads that are moved together, if they are on one host.
+    /// Workloads that move together, if they're on one host.
     #[serde(default)]
     pub together: Vec<Group>,
     /// Workloads that must be on different hosts.
@@ -33,7 +33,7 @@ pub struct Group {
     pub hosts: Option<Vec<Pattern>>,
 }
 
-/// A name, or the beginning of names followed by an asterisk.
+/// A name, or the beginning of names and an asterisk.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Pattern(String);
@@ -46,7 +46,7 @@ pub struct RulesError {
     pub what: String,
 }
 
-/// Kinds that we move unless the file says otherwise: the ones that an orchestrator can move. Units and processes
+/// The kinds that we move unless the file says otherwise: those that an orchestrator can move. Units and processes
 /// belong to their host.
 pub const MOVABLE: [&str; 3] = ["vm", "pod", "container"];
 

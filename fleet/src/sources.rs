@@ -1,8 +1,6 @@
-//! Directories and object stores with files of sketches.
-//!
 //! We read object stores through DataFusion's own `object_store`: S3, with the settings in the usual environment
-//! variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). We don't read local directories through
-//! it, because it follows symbolic links and waits for pipes: given a link to `/` it would list the whole machine, and
+//! variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). For local directories we don't use it,
+//! because it follows symbolic links and waits for pipes. Given a link to `/` it would list the whole machine, and
 //! given a loop of links it would fail.
 
 use crate::inventory::{Header, Seen};
@@ -21,7 +19,7 @@ use thiserror::Error;
 use url::Url;
 use walkdir::WalkDir;
 
-/// Files that are read at a time. Each may take three times its length.
+/// How many files we read at a time. Each may take three times its length in memory.
 pub const AT_A_TIME: usize = 2;
 /// The names of sketch files end with this. A file that is being written has another name.
 pub const EXTENSION: &str = ".parquet";
@@ -82,7 +80,7 @@ impl Source {
         let (root, store, prefix) = match self {
             Self::Local(path) => {
                 let (place, path) = (path.display().to_string(), path.clone());
-                // Listing may wait for a disk, so a blocking thread does it.
+                // Listing may wait for a disk, so we do it on a blocking thread.
                 let listed = tokio::task::spawn_blocking(move || list(&path)).await;
                 let listed = listed.map_err(|error| std::io::Error::other(error.to_string())).flatten();
                 return listed.map_err(|source| SourceError::Path { place, source });
@@ -90,7 +88,7 @@ impl Source {
             Self::Bucket { root, store, prefix } => (root, store, prefix),
         };
         let mut files = match store.list(Some(prefix)).try_collect::<Vec<_>>().await {
-            // A listing below a prefix doesn't contain the prefix itself, which may be a single file.
+            // A listing below a prefix doesn't contain the prefix itself, which may name a single file.
             Ok(files) if files.is_empty() => store.head(prefix).await.into_iter().collect(),
             Ok(files) => files,
             Err(error) => return Err(SourceError::List { place: format!("{root}/{prefix}"), why: one_line(&error) }),
@@ -100,7 +98,7 @@ impl Source {
         Ok(files.into_iter().map(|file| (url_of(root, &file.location), Ok(()))).collect())
     }
 
-    /// Whether this place has a file with such a URL.
+    /// Whether a file with such a URL is of this place.
     pub fn has(&self, file: &Url) -> bool {
         match self {
             Self::Local(_) => file.scheme() == "file",
@@ -119,7 +117,7 @@ impl Source {
                 Some(found.bytes().await.map_err(|error| unreadable(&error))?)
             }
         };
-        // A blocking thread does this, because reading may wait for a disk, and decoding takes time.
+        // We do this on a blocking thread, because reading may wait for a disk, and decoding takes time.
         let file = file.clone();
         let read = tokio::task::spawn_blocking(move || {
             let bytes = match stored {
@@ -134,20 +132,20 @@ impl Source {
 
 fn url_of(root: &Url, location: &ObjectPath) -> Url {
     let mut url = root.clone();
-    // This encodes characters that a URL can't have.
+    // This escapes characters that a URL can't have.
     if let Ok(mut path) = url.path_segments_mut() {
         path.clear().extend(location.parts());
     }
     url
 }
 
-/// Reads a file, unless it has become something else since it was listed.
+/// Reads a file, unless something else has taken its place since we listed it.
 fn read_local(file: &Url) -> Result<Vec<u8>, String> {
     let path = file.to_file_path().map_err(|()| unreadable(&"it has no path"))?;
     let mut bytes = Vec::new();
     let file = regular::open(&path, OpenOptions::new().read(true)).map_err(|error| unreadable(&error))?;
     check_length(file.metadata().map_err(|error| unreadable(&error))?.len())?;
-    // The file may grow while we read it.
+    // We limit what we read, because the file may grow meanwhile.
     file.take(FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|error| unreadable(&error))?;
     Ok(bytes)
 }
@@ -182,7 +180,7 @@ pub async fn survey(sources: &[Source], show: impl Fn(usize, usize) + Sync) -> R
     Ok(seen)
 }
 
-/// The files in a directory and below it. Links are not followed.
+/// The files in a directory and below it. We don't follow links.
 fn list(path: &Path) -> std::io::Result<Vec<Found>> {
     let mut files = Vec::new();
     for entry in WalkDir::new(path).sort_by_file_name() {

@@ -1,8 +1,6 @@
-//! The table `sketches`: the rows of the files that count.
-//!
 //! Each query reads and checks the files anew. We don't use DataFusion's reader of Parquet, because hosts replace their
-//! files at any time. With that reader, a file whose length has changed since the query began ends the query, and a
-//! file that has become hostile is worse. Here the new file counts, or we leave it out and name it.
+//! files at any time. With that reader, the query fails if a file's length has changed since it began, and a hostile
+//! new file is worse. Here the new file counts, or we leave it out and name it.
 
 use crate::engine::BATCH_ROWS;
 use crate::inventory::{Header, Inventory, LeftOut, Terms, name};
@@ -23,7 +21,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use url::Url;
 
-/// Files that could not be read, by name: a query may read a file several times.
+/// The files that a query couldn't read, by name, because it may try one several times.
 #[derive(Clone, Debug, Default)]
 pub struct Lost(Arc<Mutex<BTreeMap<String, LeftOut>>>);
 
@@ -75,7 +73,7 @@ impl File {
     }
 }
 
-/// Files that are read one after the other.
+/// Files that one thread reads one after the other.
 #[derive(Debug)]
 struct Part {
     schema: SchemaRef,
@@ -124,7 +122,7 @@ fn batch(schema: &SchemaRef, rows: &[Row]) -> Result<RecordBatch> {
     let texts =
         TEXTS.iter().map(|(_, text)| Arc::new(StringArray::from_iter_values(rows.iter().map(text))) as ArrayRef);
     let numbers = NUMBERS.iter().map(|(name, number, _)| {
-        // A file has no larger numbers.
+        // Numbers in a file are never larger.
         let numbers = rows.iter().map(|row| i64::try_from(number(row)).unwrap_or(i64::MAX));
         if is_time(name) {
             Arc::new(TimestampMicrosecondArray::from_iter_values(numbers).with_timezone("UTC")) as ArrayRef

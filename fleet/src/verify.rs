@@ -18,10 +18,10 @@ pub const SCHEMA: &str = "pagefold.fleet.verify/1";
 #[derive(Clone, Debug, Serialize)]
 pub struct Verification {
     pub schema: &'static str,
-    /// Moves of the plan, and those that were made.
+    /// How many moves the plan has, and how many were made.
     pub moves: u64,
     pub made: u64,
-    /// Workloads that were to be moved and are on no host.
+    /// How many workloads of the plan are on no host any more.
     pub gone: u64,
     pub hosts: Vec<HostPromise>,
     pub left_out: Vec<LeftOut>,
@@ -31,11 +31,11 @@ pub struct Verification {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostPromise {
     pub host: String,
-    /// What the host said that it saved when the plan was made.
+    /// How much the host said that it saved when the plan was made.
     pub before_bytes: u64,
     /// `before_bytes`, plus what the plan was to add.
     pub promised_bytes: u64,
-    /// What the host says now; `None` if it has no sketches that count.
+    /// How much it says now. `None` if it has no sketches that count.
     pub saved_bytes: Option<u64>,
 }
 
@@ -48,8 +48,7 @@ impl Verification {
             *saved.entry(host).or_default() += workload.saved;
             place.entry((&workload.kind, &workload.name)).or_default().push(host);
         }
-        // For each workload, where its last move takes it. A workload of the same name on another host is a different
-        // one.
+        // Where each workload's last move takes it. A workload with the same name on another host is a different one.
         let mut wanted: BTreeSet<(&str, &str, &str)> = BTreeSet::new();
         for MoveRow { kind, workload, from, to } in plan.steps.iter().flat_map(|step| &step.moves) {
             wanted.remove(&(from, kind, workload));
@@ -88,7 +87,7 @@ impl fmt::Display for Verification {
         }
         writeln!(f, "{table}\n")?;
         let known = || self.hosts.iter().filter_map(|host| Some((host, host.saved_bytes?)));
-        // A plan from a file may promise anything.
+        // The plan comes from a file, so it may promise anything.
         let promised = known().fold(0, |sum: u64, (host, _)| sum.saturating_add(host.promised_bytes));
         let saved = known().fold(0, |sum: u64, (_, saved)| sum.saturating_add(saved));
         writeln!(

@@ -1,8 +1,8 @@
-//! The sampled contents of a fleet, numbered.
+//! Numbers the sampled contents of a fleet.
 //!
-//! A content that only one unit holds can't be shared, so we keep only contents that two or more units hold: a small
-//! part in most fleets. Numbers ascend with the digests. So a sample at a lower rate is the beginning of a sample at a
-//! higher rate, and we can compare units whose rates differ.
+//! A content that only one unit holds can't be shared, so we keep only contents that two or more units hold, a small
+//! part in most fleets. Numbers ascend with the digests. So the sample at a lower rate is the beginning of the sample
+//! at a higher rate, and we can compare units whose rates differ.
 
 use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Unit, UnitId};
 use crate::regression::{Moments, shortfall};
@@ -10,14 +10,15 @@ use pagefold_engine::units::{PAGE_BYTES, count, index};
 
 /// The highest level: one content in 2^40 is sampled.
 const LEVELS_END: u8 = 40;
-/// A table says where keys with the same highest bits begin, which makes a search short.
+/// How many of a key's highest bits we look up in a table. The table says where keys with these bits begin, which
+/// shortens a search.
 const TABLE_BITS: u32 = 20;
-/// The lowest bit of a digest that the table looks at.
+/// The lowest of these bits in a digest.
 const TABLE_SHIFT: u32 = 63 - TABLE_BITS;
 
-/// Memory that the samples of all workloads may take together, bytes.
+/// How much memory the samples of all workloads may take together, bytes.
 const SAMPLES_BYTES: usize = 1 << 30;
-/// The least and the most contents in a sample, as logarithms to base 2.
+/// How many contents a sample has at least and at most, as logarithms to base 2.
 const LG_SAMPLED: (u32, u32) = (6, 12);
 
 /// How many contents to sample of each workload if there are `workloads` of them, as a logarithm to base 2.
@@ -27,26 +28,26 @@ pub fn lg_sampled(workloads: usize) -> u8 {
     u8::try_from(lg).unwrap_or(12)
 }
 
-/// The contents of all units, except contents that only one unit holds.
+/// The contents of all units, without those that only one unit holds.
 #[derive(Debug)]
 pub struct Contents {
     /// The numbers of all units' contents, one unit after the other.
     held: Vec<u32>,
     /// Where each unit's contents begin in `held`, and where the last ones end.
     starts: Vec<usize>,
-    /// Facts about each unit's sample.
+    /// What we know of each unit's sample.
     samples: Vec<Sampled>,
     keys: Vec<u64>,
 }
 
-/// Facts about a unit's sample, apart from its contents.
+/// What we know of a unit's sample, apart from its contents.
 #[derive(Clone, Copy, Debug)]
 struct Sampled {
     /// One content in 2^level was sampled.
     level: u8,
-    /// Pages that the unit holds beyond those that the sample stands for.
+    /// How many more pages the unit holds than the sample stands for.
     shortfall: i64,
-    /// Sampled contents that the unit alone holds.
+    /// How many sampled contents only this unit holds.
     alone: u32,
 }
 
@@ -75,8 +76,8 @@ impl Contents {
             samples.push(Sampled { level, shortfall: shortfall(unit.held.0, seen, level), alone });
             found.sort_unstable();
             found.dedup();
-            // If a sample stood for more than the unit has, it would seem to make room on a host that has none. So we
-            // cut it.
+            // We cut a sample that would stand for more pages than the unit has. Otherwise a host without room would
+            // seem to have some.
             let pages = unit.memory.0 / PAGE_BYTES;
             let mut kept = 0;
             found.retain(|&content| {
@@ -102,17 +103,17 @@ impl Contents {
     }
 
     /// How many more pages a unit holds than its sample stands for. By chance a sample has too many or too few
-    /// contents. We limit the difference to what chance makes likely.
+    /// contents, so we limit the difference to what chance makes likely.
     pub fn shortfall(&self, unit: UnitId) -> i64 {
         self.samples[unit.index()].shortfall
     }
 
-    /// Sampled contents that the unit alone holds.
+    /// How many sampled contents only this unit holds.
     pub fn alone(&self, unit: UnitId) -> u32 {
         self.samples[unit.index()].alone
     }
 
-    /// The part of a regression's sums that comes from contents that the unit alone holds.
+    /// The part of a regression's sums that comes from contents that only this unit holds.
     pub(crate) fn moments_alone(&self, unit: UnitId) -> Moments {
         Moments::of(self.alone(unit), 1, self.level(unit))
     }
@@ -126,12 +127,12 @@ impl Contents {
         self.keys.is_empty()
     }
 
-    /// Pages that a unit's contents stand for.
+    /// How many pages a unit's contents stand for.
     pub fn pages(&self, unit: UnitId) -> u64 {
         pages(self.level(unit)) * count(self.of_unit(unit).len())
     }
 
-    /// How many contents two units have in common, and how many both hold together, counting only contents that both
+    /// How many contents two units have in common, and how many they hold together. Counts only contents that both
     /// would have sampled.
     pub fn overlap(&self, a: UnitId, b: UnitId) -> (usize, usize) {
         let end = DIGESTS_END >> self.level(a).max(self.level(b));
@@ -144,24 +145,24 @@ impl Contents {
     }
 }
 
-/// The highest level at which a content is still sampled.
+/// The highest level at which we'd still sample a content.
 fn sparsest(key: u64) -> u8 {
     u8::try_from(key.leading_zeros().saturating_sub(1)).unwrap_or(LEVELS_END).min(LEVELS_END)
 }
 
-/// The most contents that a level is likely to sample from `pages` pages: two standard deviations above the expected
-/// number, rounded up. Another unit's sample at that level makes each of them stand for 2^level pages.
+/// How many contents a level is likely to sample from `pages` pages at most: two standard deviations above the expected
+/// number, rounded up. With another unit's sample at that level, each of them stands for 2^level pages.
 fn most_below(pages: u64, level: u8) -> u64 {
     let expected = pages >> level;
     expected + 2 * expected.isqrt() + 1
 }
 
-/// Pages that a content sampled at a level stands for.
+/// How many pages a content stands for that was sampled at this level.
 pub(crate) const fn pages(level: u8) -> u64 {
     1 << level
 }
 
-/// The number of elements that two ascending lists have in common.
+/// How many elements two ascending lists have in common.
 fn common(a: &[u32], b: &[u32]) -> usize {
     let mut at_a = 0;
     let mut at_b = 0;
@@ -175,14 +176,14 @@ fn common(a: &[u32], b: &[u32]) -> usize {
     common
 }
 
-/// The lowest level at which all samples of a unit are complete. Rates are rounded down to powers of two, so that few
-/// different rates meet on a host.
+/// The lowest level at which all samples of a unit are complete. We round rates down to powers of two, so that a host
+/// has few different ones.
 fn level(unit: &Unit) -> u8 {
     let lowest = unit.samples.iter().map(|sample| sample.threshold).min().unwrap_or(DIGESTS_END);
     (0..LEVELS_END).find(|&level| DIGESTS_END >> level <= lowest).unwrap_or(LEVELS_END)
 }
 
-/// The keys of a unit's contents, as sampled at a level. A key comes twice if two workloads of the unit hold the
+/// The keys of a unit's contents, as sampled at a level. A key comes twice if two of the unit's workloads hold the
 /// content.
 fn unit_keys(unit: &Unit, level: u8) -> impl Iterator<Item = u64> {
     let end = DIGESTS_END >> level;
@@ -220,7 +221,7 @@ fn index_of(key: u64) -> usize {
     usize::try_from(key >> TABLE_SHIFT).unwrap_or(usize::MAX).min((1 << TABLE_BITS) - 1)
 }
 
-/// For each value of a key's highest bits, where such keys begin; and where the last ones end.
+/// Where the keys with each value of the highest bits begin, and where the last ones end.
 fn table(keys: &[u64]) -> Vec<usize> {
     let mut table = Vec::with_capacity((1 << TABLE_BITS) + 1);
     let mut at = 0;
@@ -270,7 +271,7 @@ mod tests {
         assert_eq!([held(1), held((1 << 20) - 1), held(1 << 20), held(1 << 30)], [0, 0, 1 << 20, 1 << 21]);
     }
 
-    /// A small unit claims all contents that a large unit's sample shows.
+    /// A small unit lies: it claims all contents of a large unit's sample.
     #[test]
     fn a_sample_is_as_dense_as_its_unit_is_large() {
         let low = |number: u64| number << 40;
@@ -286,7 +287,7 @@ mod tests {
         assert_eq!(level, 12);
         assert_eq!(overlap, 256 + 2 * 16 + 1);
         assert_eq!(held(1 << 30).1, held(1 << 31).1);
-        // A truthful sample is not cut: it's as dense as it should be.
+        // A truthful sample isn't cut, because it's as dense as its level says.
         let spread: Vec<u64> = (0..4096).map(|number| number * (DIGESTS_END / 4096)).collect();
         let honest = Unit { memory: Bytes(4096 * PAGE_BYTES), ..unit(0, DIGESTS_END, &spread) };
         assert_eq!(contents(vec![honest.clone(), honest]).of_unit(UnitId(0)).len(), 4096);
@@ -319,7 +320,7 @@ mod tests {
         let spread: Vec<u64> = (0..1024).map(|number| number * (DIGESTS_END / 1024)).collect();
         let low: Vec<u64> = spread.iter().copied().filter(|&digest| digest < DIGESTS_END / 3).collect();
         let contents = contents(vec![unit(0, DIGESTS_END, &spread), unit(0, DIGESTS_END / 3, &low)]);
-        // A third is rounded down to a quarter.
+        // The rate of a third is rounded down to a quarter.
         assert_eq!((contents.level(UnitId(0)), contents.level(UnitId(1))), (0, 2));
         assert_eq!(contents.overlap(UnitId(0), UnitId(1)), (256, 256));
         assert_eq!(contents.pages(UnitId(1)), 1024);

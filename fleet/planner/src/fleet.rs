@@ -3,16 +3,16 @@
 use pagefold_engine::units::{Bytes, Pages, index};
 use thiserror::Error;
 
-/// The bits of a key that hold the trust domain. The other bits are the digest's highest, so keys sort like digests,
+/// How many bits of a key hold the trust domain. The other bits are the digest's highest. So keys sort like digests,
 /// and equal contents of two domains have different keys.
 pub(crate) const DOMAIN_BITS: u32 = 20;
-/// The most trust domains.
+/// How many trust domains there can be.
 pub const DOMAINS: u32 = 1 << DOMAIN_BITS;
 
 /// Digests are below this, like the hashes of a theta sketch.
 pub const DIGESTS_END: u64 = 1 << 63;
 
-/// The most units on a host.
+/// How many units a host can have.
 pub(crate) const UNITS_PER_HOST: usize = 60_000;
 
 /// A host, by its place in [`Fleet::hosts`].
@@ -37,9 +37,9 @@ impl UnitId {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// Memory that its workloads may take after merging, including memory that may come back.
+    /// How much memory its workloads may take after merging, including memory that may come back.
     pub memory: Bytes,
-    /// CPU time that its workloads may use, thousandths of a core.
+    /// How much CPU time its workloads may use, thousandths of a core.
     pub cpu_millicores: u64,
 }
 
@@ -54,22 +54,22 @@ pub struct Sample {
     pub digests: Vec<u64>,
 }
 
-/// A unit moves as a whole: it's one workload, or several that must stay together.
+/// What we move as a whole: one workload, or several that must stay together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unit {
     pub host: HostId,
-    /// Memory that it takes without sharing with others, including memory that may come back.
+    /// How much memory it takes if it shares nothing with others, including memory that may come back.
     pub memory: Bytes,
     /// How many different contents its workloads hold, counted (not sampled) for each workload by itself. We correct
     /// estimates from samples by this.
     pub held: Pages,
     /// CPU time that it uses, thousandths of a core.
     pub cpu_millicores: u64,
-    /// The number of workloads in it: each is a move.
+    /// How many workloads it has. Each counts as a move.
     pub workloads: u32,
-    /// The unit must stay where it is.
+    /// Whether the unit must stay where it is.
     pub pinned: bool,
-    /// The groups that it belongs to whose members must be on different hosts.
+    /// The groups it belongs to whose members must be on different hosts.
     pub apart: Vec<u32>,
     /// Samples of its workloads' contents.
     pub samples: Vec<Sample>,
@@ -96,10 +96,7 @@ pub enum FleetError {
 }
 
 impl Fleet {
-    /// Checks the properties that the other modules rely on.
-    ///
-    /// # Errors
-    /// The first problem.
+    /// The first problem found.
     pub fn check(&self) -> Result<(), FleetError> {
         if u32::try_from(self.hosts.len()).is_err() || u32::try_from(self.units.len()).is_err() {
             return Err(FleetError::Many);

@@ -1,7 +1,7 @@
-//! Local search: moves units that share little to where they share more, or exchanges them for others.
+//! Local search: moves units that share little to hosts where they share more, or exchanges them for others.
 //!
-//! A greedy placement leaves some units over: no host with room was good for them. They're few, so we can try each in
-//! several places.
+//! A greedy placement leaves some units over, which no host with room was good for. These are few, so we can try
+//! several hosts for each.
 
 use crate::fleet::{HostId, UnitId};
 use crate::placement::Placement;
@@ -10,14 +10,14 @@ use pagefold_engine::units::count;
 const PASSES: u32 = 4;
 /// We leave a unit alone if it shares at least this fraction of its contents.
 const CONTENT: (u64, u64) = (9, 10);
-/// For an exchange we try this many units of the other host: the ones that share least there.
+/// For an exchange we try this many units of the other host: the ones that share the least there.
 const PARTNERS: usize = 12;
 
-/// For each content that a unit holds, we may look up this many contents. Without a limit, a few hosts with thousands
-/// of workloads could take hours.
+/// How many contents we may look up for each content that a unit holds. Without a limit, a few hosts with thousands of
+/// workloads could take hours.
 const LOOK_UPS: u64 = 64;
 
-/// A search that begins now ends when this many contents have been looked up.
+/// At which count of looked-up contents a search that begins now must end.
 pub(crate) fn most_look_ups(placement: &Placement<'_>) -> u64 {
     let units = placement.fleet().unit_ids();
     let held: usize = units.map(|unit| placement.contents().of_unit(unit).len()).sum();
@@ -70,8 +70,8 @@ fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     }
     partners.sort_unstable();
     for (loss_other, other) in partners.into_iter().take(PARTNERS) {
-        // We first compare an upper bound of the gain, which is cheap: it includes the pages that the two units share
-        // with each other.
+        // First we compare an upper bound of the gain, which is cheap. It includes the pages that the two units share
+        // with each other, which they'd lose.
         if gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other) {
             return true;
         }
@@ -79,7 +79,7 @@ fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     false
 }
 
-/// Exchanges two units, if they fit and that saves more.
+/// Exchanges two units, if they fit and the exchange saves more.
 fn exchange(placement: &mut Placement<'_>, one: UnitId, other: UnitId) -> bool {
     let (Some(here), Some(there)) = (placement.host_of(one), placement.host_of(other)) else { return false };
     let before = placement.saved();

@@ -1,17 +1,16 @@
-//! Which workloads of a fleet to put on one host.
+//! Plans which workloads of a fleet to put on one host.
 //!
 //! The planner is pure: it takes workloads, samples of their contents and the hosts' limits, and returns moves. It uses
 //! no file, no clock and no random source. Two programs on one host save the contents that they have in common (Memory
-//! Buddies, VEE 2009). We estimate these from coordinated samples: a content's digest decides, in the same way for
-//! every workload, whether we sample the content. So the samples of two workloads have contents in common wherever the
-//! workloads do.
+//! Buddies, VEE 2009). We estimate these from coordinated samples: for every workload alike, a content's digest decides
+//! whether we sample the content. So two samples have contents in common wherever the two workloads do.
 //!
 //! | module | holds |
 //! | --- | --- |
 //! | [`fleet`] | hosts, workloads, samples, and the operator's rules |
 //! | [`contents`] | sampled contents that at least two workloads hold, by number |
 //! | [`placement`] | which unit is where, what that saves, and how a move would change it |
-//! | [`regression`] | estimates from samples, corrected by known numbers |
+//! | [`regression`] | corrects estimates from samples by numbers that we know |
 //! | [`likeness`] | groups of workloads that hold nearly the same, by banded min-hash |
 //! | [`target`] | a placement that saves the most, as if everything could be moved |
 //! | [`improve`] | local search, for the units left over |

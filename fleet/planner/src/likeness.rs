@@ -1,9 +1,7 @@
-//! Groups of units that hold nearly the same contents, found without comparing all pairs.
-//!
-//! We use one-permutation min-hash, and divide contents into classes at random. For each class, the probability that
-//! two units have the same lowest digest is their likeness (common contents divided by all contents of both), whatever
-//! the rates of their samples. We compare units that agree in a class, but each with few of the units before it. With a
-//! likeness of a half, one pair in 4,000 agrees in none of 12 classes; with a third, one in 130.
+//! We use one-permutation min-hash: we divide contents into classes at random. For each class, the probability that two
+//! units have the same lowest digest is their likeness (common contents divided by all contents of both), whatever the
+//! rates of their samples. We compare units that agree in a class, but each only with few of the units before it. With
+//! a likeness of a half, one pair in 4,000 agrees in none of 12 classes; with a third, one in 130.
 
 use crate::contents::Contents;
 use crate::fleet::UnitId;
@@ -12,14 +10,14 @@ use pagefold_engine::units::{count, index};
 use rustc_hash::FxHashMap;
 
 const CLASSES: usize = 12;
-/// For one content of a class we remember the first members of at most this many groups. A content that everything
-/// holds (data of a C library) is the lowest of its class for many groups. Without this limit we'd compare all of them
+/// How many groups we remember, by their first members, for one content of a class. A content that everything holds
+/// (data of a C library) is the lowest of its class for many groups, and without this limit we'd compare all of these
 /// with each other.
 const GROUPS_PER_CLASS: usize = 4;
 /// A unit belongs to a group if its likeness to the group's first member is at least this fraction.
 const LIKE: (usize, usize) = (1, 2);
 
-/// Divides units into groups. The other members of a group are like its first.
+/// Divides units into groups. The other members of a group are like its first one.
 pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<Vec<UnitId>> {
     let mut groups: Vec<Vec<UnitId>> = Vec::new();
     let mut known: FxHashMap<u32, [u32; GROUPS_PER_CLASS]> = FxHashMap::default();
@@ -35,7 +33,7 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
         let mut best_all = LIKE.1;
         for group in near {
             let (common, all) = contents.overlap(groups[index(group)][0], unit);
-            // We compare likenesses exactly: a/b >= c/d if ad >= cb.
+            // We compare fractions without rounding: a/b >= c/d if ad >= cb.
             if common > 0 && common * best_all >= best_common * all {
                 best = Some(group);
                 best_common = common;

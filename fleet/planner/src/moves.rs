@@ -1,10 +1,7 @@
-//! The moves from the current placement to one that saves more.
-//!
 //! We move units in bundles: a bundle is the members of a group that leave one host. The host gets memory back for
 //! their common contents only when the last of them has left. So the value of a bundle is the saving after all its
-//! moves, divided by their number, and the most valuable bundles come first. We keep the limits after each step. Where
-//! hosts are full, two units change places in one step. The plan ends where most is saved, at the latest when the
-//! allowed moves are used up.
+//! moves, divided by their number. The most valuable bundles come first. After each step the limits hold. Where hosts
+//! are full, two units change places in one step. The plan ends at the step after which most is saved.
 
 use crate::contents::Contents;
 use crate::fleet::{Fleet, HostId, UnitId};
@@ -16,7 +13,7 @@ use pagefold_engine::units::{Bytes, Pages, difference};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// For an exchange we look at this many units.
+/// How many units we try for an exchange.
 const EXCHANGES: usize = 8;
 
 /// The move of a unit to another host.
@@ -27,7 +24,7 @@ pub struct Move {
     pub to: HostId,
 }
 
-/// One move, or two that belong together: the units change places.
+/// One move, or two by which units change places.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     pub moves: Vec<Move>,
@@ -39,7 +36,7 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     pub steps: Vec<Step>,
-    /// Workloads that are moved.
+    /// How many workloads are moved.
     pub moves: u64,
     /// The saving now.
     pub before: Saving,
@@ -53,7 +50,7 @@ pub struct Plan {
     pub places: Vec<HostId>,
 }
 
-/// Plans at most `most_moves` moves of workloads.
+/// Plans moves of at most `most_moves` workloads.
 pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
     let groups = groups(contents, fleet.unit_ids());
     let wanted = target(fleet, contents, &groups);
@@ -73,7 +70,7 @@ pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
     }
 }
 
-/// The host of each unit. A unit that's on none stays where it is now.
+/// The host of each unit. If a unit is on none, it stays where it is now.
 fn places(placement: &Placement<'_>) -> Vec<HostId> {
     let fleet = placement.fleet();
     fleet.unit_ids().map(|unit| placement.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect()
@@ -96,7 +93,7 @@ struct Walk<'a> {
     bundles: Vec<Bundle>,
     steps: Vec<Step>,
     group_of: Vec<u32>,
-    /// Workloads moved so far.
+    /// How many workloads we've moved so far.
     moved: u64,
     /// For each host, the units that should leave it.
     leaving: Vec<Vec<UnitId>>,
@@ -124,7 +121,7 @@ impl<'a> Walk<'a> {
         let mut valued = Vec::new();
         for units in bundles {
             let moves = workloads(fleet, units.iter().copied());
-            // The value per move, with 40 binary places, so that rounding hardly matters.
+            // The value per move, with 40 binary places, so that rounding doesn't matter.
             let value = i128::from(value(&units, target, &mut now)) * (1 << 40) / i128::from(moves.max(1));
             valued.push((Reverse(value), Bundle { units, moves }));
         }
@@ -148,7 +145,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Tries to move the pending bundles in one way. Returns the bundles that are left.
+    /// Tries to move the pending bundles, by one method. Returns the bundles that are left.
     fn pass(
         &mut self,
         pending: Vec<Bundle>,
@@ -157,7 +154,7 @@ impl<'a> Walk<'a> {
     ) -> Vec<Bundle> {
         let mut left = Vec::new();
         for Bundle { mut units, moves } in pending {
-            // A bundle that we may move only in part brings nothing.
+            // Moving only a part of a bundle gains nothing.
             if self.moved + moves > most_moves {
                 continue;
             }
@@ -181,7 +178,7 @@ impl<'a> Walk<'a> {
         self.make(&[(unit, to)])
     }
 
-    /// Moves a unit to a full host, and in exchange a unit that should leave that host to where the first unit was.
+    /// Moves a unit to a full host. In exchange, a unit that should leave that host goes to where the first one was.
     fn exchange(&mut self, unit: UnitId, to: HostId, most_moves: u64) -> bool {
         let Some(from) = self.now.host_of(unit) else { return false };
         let leaving = &self.leaving[to.index()];
@@ -210,10 +207,10 @@ impl<'a> Walk<'a> {
         Move { unit, from, to }
     }
 
-    /// Makes a step, unless a host turns out to have no room. Before the units are there, we can only estimate whether
-    /// they fit.
+    /// Makes a step, unless a host turns out to have no room. Before the units are there, we only have an estimate of
+    /// whether they fit.
     fn make(&mut self, places: &[(UnitId, HostId)]) -> bool {
-        // Each host's memory and pages saved before.
+        // Each host's memory and saved pages before the step.
         let mut hosts: BTreeMap<HostId, (Bytes, Pages)> = BTreeMap::new();
         for &(unit, to) in places {
             for host in [Some(to), self.now.host_of(unit)].into_iter().flatten() {
@@ -236,7 +233,7 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Undoes the steps after the one with which most is saved.
+    /// Undoes the steps after the one at which most is saved.
     fn go_back_to_best(&mut self) {
         let mut sum = 0;
         let mut best = 0;
@@ -258,8 +255,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Pages that we save in the end if these units leave their host together: the pages that they share where they go,
-/// less the pages that they share where they are.
+/// How many pages we finally save if these units leave their host together: the pages that they share where they go,
+/// minus those that they share where they are.
 fn value(units: &[UnitId], target: &Placement<'_>, now: &mut Placement<'_>) -> i64 {
     let gain: u64 = units.iter().map(|&unit| target.loss(unit)).sum();
     let mut loss = 0;

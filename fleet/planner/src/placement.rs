@@ -1,10 +1,8 @@
-//! Which unit is where, what that saves, and how a move would change it.
-//!
 //! Units that hold the same content on one host need only one page for it. Each unit was sampled at its own rate, and
-//! each sampled content stands for 2^level pages of its unit. The holder that was sampled most densely (its sample
-//! would show the content in any case) keeps its page. So for each content, a host saves the sum of the pages that its
-//! holders stand for, except the smallest number among them. The expected value of that sum is the true number of
-//! pages, whatever the rates. [`regression`](crate::regression) corrects the sum.
+//! each sampled content stands for 2^level pages of its unit. The most densely sampled holder keeps its page, because
+//! its sample would show the content in any case. So for each content, a host saves the sum of the pages that its
+//! holders stand for, minus the smallest number among them. The expected value of that sum is the true number of pages,
+//! whatever the rates. [`regression`](crate::regression) corrects the sum.
 
 use crate::contents::{Contents, pages};
 use crate::fleet::{Fleet, HostId, UNITS_PER_HOST, UnitId};
@@ -27,7 +25,7 @@ pub struct Saving {
 #[derive(Clone, Copy, Debug)]
 struct Holders {
     number: u16,
-    /// How many of them have the lowest level. The others are in [`State::above`].
+    /// How many holders have the lowest level. The others are in [`State::above`].
     lowest: u16,
     level: u8,
 }
@@ -38,20 +36,20 @@ impl Holders {
     }
 }
 
-/// For each content, the number of holders by level.
+/// For each content, how many holders there are at each level.
 type Above = FxHashMap<u32, Vec<(u8, u16)>>;
 
 #[derive(Debug, Default)]
 struct State {
     units: Vec<UnitId>,
     contents: FxHashMap<u32, Holders>,
-    /// For contents whose holders have several levels: the holders above the lowest level.
+    /// For contents whose holders are of several levels: the holders above the lowest level.
     above: Above,
-    /// Memory that the units take without sharing.
+    /// How much memory the units would take without sharing.
     memory: Bytes,
-    /// Pages saved according to the samples, see the module.
+    /// How many pages the samples say are saved, see the module.
     saved: u64,
-    /// Pages that the units hold beyond those that their samples stand for.
+    /// How many more pages the units hold than their samples stand for.
     shortfall: i64,
     moments: Moments,
     cpu_millicores: u64,
@@ -102,12 +100,12 @@ impl<'a> Placement<'a> {
         &self.hosts[host.index()].units
     }
 
-    /// Pages saved on all hosts, according to the samples.
+    /// How many pages the samples say are saved on all hosts.
     pub fn saved(&self) -> u64 {
         self.saved
     }
 
-    /// Pages saved on a host, corrected by the regression.
+    /// How many pages are saved on a host, corrected by the regression.
     pub fn saved_on(&self, host: HostId) -> Pages {
         let state = &self.hosts[host.index()];
         Pages(state.saved.saturating_add_signed(state.moments.correction(state.shortfall)))
@@ -123,7 +121,7 @@ impl<'a> Placement<'a> {
         Bytes(self.fleet.host(host).memory.0.saturating_sub(self.memory(host).0))
     }
 
-    /// Puts a unit that is nowhere on a host, whatever the limits. Returns the pages that this saves.
+    /// Puts a unit that's on no host on this one, whatever the limits. Returns the pages that this saves.
     pub fn add(&mut self, unit: UnitId, host: HostId) -> u64 {
         let level = self.contents.level(unit);
         let state = &mut self.hosts[host.index()];
@@ -236,7 +234,7 @@ impl<'a> Placement<'a> {
         self.may_meet(unit, host, None) && self.has_room(unit, host, None)
     }
 
-    /// Like [`Self::fits`], once another unit has left.
+    /// Like [`Self::fits`], but as if another unit had left.
     pub fn fits_without(&self, unit: UnitId, host: HostId, leaving: UnitId) -> bool {
         self.may_meet(unit, host, Some(leaving)) && self.has_room(unit, host, Some(leaving))
     }
@@ -250,8 +248,7 @@ impl<'a> Placement<'a> {
         if let Some(leaving) = leaving {
             memory = memory.saturating_sub(self.own_bytes(leaving, host, self.loss(leaving)));
             cpu = cpu.saturating_sub(self.fleet.unit(leaving).cpu_millicores);
-            // We don't count the pages that the two units share with each other. At worst that's everything that the
-            // newcomer shares.
+            // We leave out the pages that the two units share with each other: at worst all that the newcomer shares.
             let level = self.contents.level(unit).max(self.contents.level(leaving));
             gain = gain.saturating_sub(count(self.contents.overlap(unit, leaving).0) * pages(level));
         }
@@ -260,7 +257,7 @@ impl<'a> Placement<'a> {
         memory <= limits.memory.0 && cpu <= limits.cpu_millicores && state.units.len() < UNITS_PER_HOST
     }
 
-    /// Memory that a unit takes on a host by itself, if it shares `shared` pages there according to the samples.
+    /// How much memory a unit itself takes on a host, if the samples say that it shares `shared` pages there.
     fn own_bytes(&self, unit: UnitId, host: HostId, shared: u64) -> u64 {
         let correction = self.hosts[host.index()].moments.correction(self.contents.shortfall(unit));
         let shared = Pages(shared.saturating_add_signed(correction)).bytes().0;
@@ -286,8 +283,8 @@ impl<'a> Placement<'a> {
         saving(self.saved_on(host), variance)
     }
 
-    /// The saving of all hosts. The same contents are sampled everywhere, so an error that comes from one content is
-    /// the same on every host that holds it.
+    /// The saving of all hosts. We sample the same contents everywhere, so an error that comes from one content is the
+    /// same on every host that holds it.
     pub fn total_saving(&self) -> Saving {
         let mut sums = vec![0.0_f64; self.contents.len()];
         let mut alone = 0.0;
@@ -302,8 +299,8 @@ impl<'a> Placement<'a> {
         saving(shared, sums.iter().map(|sum| sum * sum).sum::<f64>() + alone)
     }
 
-    /// For each content, how far off a host's estimate is because the content was sampled or not: one standard
-    /// deviation.
+    /// For each content, how far off a host's estimate is because we happened to sample the content or not: one
+    /// standard deviation.
     fn off(&self, host: HostId) -> impl Iterator<Item = (u32, f64)> + '_ {
         let state = &self.hosts[host.index()];
         let slope = state.moments.slope();
@@ -336,7 +333,7 @@ impl<'a> Placement<'a> {
     }
 }
 
-/// The standard deviation from sampling one content in 2^level, for each sampled content: √(1 - 2^-level).
+/// The standard deviation that each sampled content adds if we sample one content in 2^level: √(1 - 2^-level).
 fn of_sampling(level: u8) -> f64 {
     (1.0 - 1.0 / pages(level) as f64).sqrt()
 }
@@ -367,11 +364,11 @@ fn uncount_above(above: &mut Above, content: u32, level: u8, fewer: u16) {
     }
 }
 
-/// In 19 of 20 cases an estimate is off by at most this many standard deviations: a little more than two, because the
+/// How many standard deviations an estimate is off by in 19 of 20 cases at most: a little more than two, because the
 /// slope of the regression comes from the same samples.
 const DEVIATIONS: f64 = 2.1;
 
-/// An estimate with its error. If a sample finds nothing, we don't know its error either.
+/// An estimate with its error. If a sample finds nothing, the error is 0, too: then we don't know it.
 fn saving(pages: Pages, variance: f64) -> Saving {
     Saving { pages, error: Pages(pagefold_engine::units::whole((DEVIATIONS * variance.sqrt()).ceil())) }
 }
@@ -405,7 +402,7 @@ mod tests {
         })
     }
 
-    /// A host's saving, calculated by its definition.
+    /// A host's saving, calculated straight from its definition.
     fn by_hand(placement: &Placement<'_>, host: HostId) -> u64 {
         let mut holders: FxHashMap<u32, Vec<u64>> = FxHashMap::default();
         for &unit in placement.units_on(host) {
@@ -418,7 +415,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is moved, gains and losses are the differences that the moves make, and the sums stay right.
+        /// Whatever we move, gains and losses are the differences that the moves make, and the sums stay right.
         #[test]
         fn figures_are_kept_over_moves(fleet in fleet(), seed in any::<u64>()) {
             let contents = Contents::of(&fleet);
@@ -445,8 +442,7 @@ mod tests {
         }
     }
 
-    /// With random contents and at mixed rates, the estimate is right in expectation, and within its error in 19 of 20
-    /// cases.
+    /// With random contents and mixed rates, the estimate is right on average, and within its error in 19 of 20 cases.
     #[test]
     fn estimates_are_within_their_errors() {
         let mut within = 0;

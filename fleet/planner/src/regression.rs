@@ -1,9 +1,9 @@
-//! Corrects estimates for a host by the numbers that we know.
+//! Corrects the estimates for a host by numbers that we know.
 //!
 //! Chance decides whether a content that many units hold is in their samples, so an estimate of the shared pages may be
 //! far off. But we know how many pages each unit holds. If the samples stand for too many pages, they also stand for
-//! too many shared ones. So we correct a host's shared pages: we take the number of pages that its units hold beyond
-//! those that their samples stand for, times the slope of the regression of shared pages on held ones over all contents
+//! too many shared ones. So we correct a host's shared pages by the number of pages that its units hold beyond those
+//! that their samples stand for, times the slope of the regression of shared pages on held ones over all contents
 //! (regression estimation: Cochran, Sampling Techniques, 1977, chapter 7).
 
 use pagefold_engine::units::difference;
@@ -19,11 +19,11 @@ pub struct Moments {
 
 impl Moments {
     /// The sums for `contents` contents with `holders` holders each, all of this level. Holders of other levels count
-    /// as if they had it.
+    /// as if they were of this one.
     pub fn of(contents: u32, holders: u16, level: u8) -> Self {
         let pages = 1_u128 << level;
-        // Below 2^112. Numbers that a real host can have don't overflow the sums. Numbers that a hostile host invents
-        // may, and then the sums mean nothing.
+        // The variance is below 2^112. A real host's numbers don't overflow the sums. A hostile host may invent numbers
+        // that do; then the sums mean nothing.
         let variance = u128::from(contents) * pages * (pages - 1);
         let weighted = variance.wrapping_mul(u128::from(holders));
         let others = u128::from(holders.saturating_sub(1));
@@ -41,7 +41,7 @@ impl Moments {
         if self.squares == 0 { 0.0 } else { (self.products as f64 / self.squares as f64).min(1.0) }
     }
 
-    /// How many more pages are shared if `shortfall` more pages are held than the samples stand for.
+    /// How many more pages are shared if the units hold `shortfall` more pages than the samples stand for.
     pub fn correction(self, shortfall: i64) -> i64 {
         #[expect(clippy::cast_possible_truncation, reason = "no larger than the shortfall")]
         let pages = (self.slope() * shortfall as f64).round() as i64;
@@ -49,7 +49,7 @@ impl Moments {
     }
 }
 
-/// How many more pages are held than `sampled` contents of a level stand for: at most three standard deviations. A
+/// How many more pages are held than `sampled` contents of a level stand for, limited to three standard deviations. A
 /// larger difference isn't chance.
 pub fn shortfall(held: u64, sampled: u64, level: u8) -> i64 {
     let pages = 1_u64 << level;
@@ -68,7 +68,7 @@ mod tests {
         moments.exchange(Moments::default(), Moments::of(20, 1, 6));
         assert!((moments.slope() - 120.0 / 180.0).abs() < 1e-12);
         assert_eq!([moments.correction(300), moments.correction(-3)], [200, -2]);
-        // Without sharing we correct nothing, nor if all contents were sampled.
+        // We correct nothing if nothing is shared, or if all contents were sampled.
         assert_eq!([Moments::of(20, 1, 6), Moments::of(20, 5, 0)].map(|moments| moments.correction(300)), [0, 0]);
     }
 
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!([15, 16, 14].map(|sampled| shortfall(1024, sampled, 6)), [64, 0, 128]);
         // Three standard deviations are 3 √(1024 · 63).
         assert_eq!([shortfall(1024, 0, 6), shortfall(1024, 99, 6)], [759, -759]);
-        // A unit whose size is not known, or is not what its sample says.
+        // Units whose size we don't know, or whose sample contradicts it.
         assert_eq!(
             [shortfall(0, 99, 6), shortfall(9, 1, 40), shortfall(u64::MAX, 0, 40)],
             [0, -9, 3 * i64::from(u32::MAX)]

@@ -1,9 +1,9 @@
-//! A placement that saves the most, as if everything could be moved at once.
+//! Finds a placement that saves most, as if we could move everything at once.
 //!
-//! We place groups of like units greedily, as in first-fit-decreasing: the groups that hold most come first, and each
+//! We place groups of like units greedily, as in first-fit-decreasing. The groups that hold most come first, and each
 //! goes to as few hosts as possible. Of the hosts with room we choose the one where the members that fit save most,
-//! with each other and with the units already there. Members that are there now count a little more, so that few have
-//! to move.
+//! with each other and with the units already there. Members that are on a host now count a little more there, so that
+//! few have to move.
 
 use crate::contents::Contents;
 use crate::fleet::{Fleet, HostId, UnitId};
@@ -15,22 +15,23 @@ use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// For a group we look at this many hosts of each kind: those with most of its members, those that hold most of its
+/// How many hosts of each kind we consider for a group: those with most of its members, those that hold most of its
 /// contents, and those with most room.
 const CANDIDATES: usize = 12;
-/// We look up this many contents of a group.
+/// How many contents of a group we look up.
 const LOOK_UPS: usize = 24;
-/// For each content we remember this many hosts: the last ones.
+/// How many hosts we remember for each content: the last ones.
 const KNOWN_HOSTS: usize = 8;
-/// We remember the hosts of this many contents.
+/// For how many contents we remember hosts.
 const KNOWN_CONTENTS: usize = 2_000_000;
-/// If this many members don't fit, a host counts as full.
+/// A host counts as full once this many members didn't fit.
 const REFUSALS: usize = 8;
-/// A host scores a bonus for each member that can stay there: the pages it shares with another member, divided by this.
+/// A host gets a bonus for each member that can stay there: the pages that it shares with another member, divided by
+/// this.
 const STAYS: u64 = 16;
 
 /// Places all units of a fleet, which `groups` divides into groups of like units. Keeps the limits, except on hosts
-/// whose pinned units exceed them, and for units that fit nowhere: those stay where they are.
+/// whose pinned units exceed them. Units that fit nowhere stay where they are, whatever the limits.
 pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId>]) -> Placement<'a> {
     let mut builder = Builder::new(fleet, contents);
     for unit in fleet.unit_ids().filter(|&unit| fleet.unit(unit).pinned) {
@@ -51,7 +52,7 @@ pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId
     placement
 }
 
-/// For each content, a ring of the last hosts that hold it, and where the next host goes.
+/// For each content, a ring buffer of the last hosts that hold it, and the place of the next one.
 type Holders = FxHashMap<u32, ([u32; KNOWN_HOSTS], usize)>;
 
 /// Whether we remember the hosts of a content, if we do so for one content in `one_in`.
@@ -81,7 +82,7 @@ struct Builder<'a> {
     placement: Placement<'a>,
     by_room: BTreeSet<(u64, HostId)>,
     holders: Holders,
-    /// `holders` has one content in this many.
+    /// `holders` only has one content in this many.
     one_in: u64,
 }
 
@@ -133,8 +134,8 @@ impl<'a> Builder<'a> {
             let placed = self.fill(host, wanted, &mut on);
             left -= placed;
             if placed == 0 {
-                // Our estimate of what fits was wrong for each member: these must be apart, or are larger than the
-                // first member.
+                // Our estimate of what fits was wrong for every member: they must be apart, or are larger than the
+                // first one.
                 let Some((&from, units)) = on.iter_mut().find(|(_, units)| !units.is_empty()) else { return };
                 let Some(unit) = units.pop() else { return };
                 let mut roomy = self.by_room.iter().rev().take(4 * CANDIDATES);
@@ -147,8 +148,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Puts members on a host: first members that are there, then members from hosts that have few of them. Returns
-    /// their number.
+    /// Puts members on a host: first the ones that are there, then members from hosts that have few. Returns how many.
     fn fill(&mut self, host: HostId, wanted: usize, on: &mut BTreeMap<HostId, Vec<UnitId>>) -> usize {
         let mut from: Vec<(bool, usize, HostId)> =
             on.iter().map(|(&at, units)| (at != host, units.len(), at)).collect();
@@ -179,7 +179,7 @@ impl<'a> Builder<'a> {
         placed
     }
 
-    /// The host where members save most together, and how many of them.
+    /// Finds the host where members save most together, and how many of them fit there.
     fn best_host(&self, first: UnitId, on: &BTreeMap<HostId, Vec<UnitId>>, left: usize) -> Option<(HostId, usize)> {
         let mut candidates: Vec<HostId> = self.by_room.iter().rev().take(CANDIDATES).map(|&(_, host)| host).collect();
         let mut present: Vec<(usize, HostId)> = on.iter().map(|(&host, units)| (units.len(), host)).collect();
@@ -202,7 +202,7 @@ impl<'a> Builder<'a> {
         best.map(|(_, Reverse(host), fitting)| (host, fitting))
     }
 
-    /// The number of members that fit on a host, if all are like the first.
+    /// How many members fit on a host, if all are like the first one.
     fn fitting(&self, first: UnitId, host: HostId, gain: u64, shared: u64) -> usize {
         let memory = self.fleet.unit(first).memory.0;
         let first = memory.saturating_sub(Pages(gain).bytes().0).max(PAGE_BYTES);

@@ -1,4 +1,4 @@
-//! Compares plans with the best placement, which we find by trying all, and checks the rules that every step keeps.
+//! Compares plans with the best placement, which we find by trying all. Checks the rules that every step must keep.
 
 use pagefold_engine::random::Random;
 use pagefold_engine::units::{Bytes, Pages, index};
@@ -7,8 +7,9 @@ use pagefold_planner::fleet::DIGESTS_END;
 use pagefold_planner::{Fleet, Host, HostId, Placement, Sample, Unit, UnitId, plan};
 use proptest::prelude::*;
 
-/// Units of some kinds on hosts. A unit holds what its kind and half of the kinds have in common, and some of its own.
-/// One content in 2^level was sampled, at a level below `levels` that differs from unit to unit.
+/// Units of some kinds on hosts. A unit holds what its kind has in common, what half of the kinds have in common, and
+/// some contents of its own. We sampled one content in 2^level, at a level below `levels` that differs from unit to
+/// unit.
 fn fleet(seed: u64, hosts: u32, per_host: u32, kinds: u64, memory: Bytes, levels: u64) -> Fleet {
     let mut random = Random::new(seed);
     let unit = |host: u32, random: &mut Random| {
@@ -35,7 +36,7 @@ fn fleet(seed: u64, hosts: u32, per_host: u32, kinds: u64, memory: Bytes, levels
     Fleet { hosts: vec![host; index(hosts)], units }
 }
 
-/// The most that any placement saves, by trying all.
+/// How much the best placement saves, found by trying all.
 fn best(fleet: &Fleet, contents: &Contents) -> u64 {
     fn place(placement: &mut Placement<'_>, unit: u32, most: &mut u64) {
         let fleet = placement.fleet();
@@ -45,7 +46,7 @@ fn best(fleet: &Fleet, contents: &Contents) -> u64 {
         }
         let mut empty_tried = false;
         for host in fleet.host_ids() {
-            // All empty hosts are alike, so we try one.
+            // All empty hosts are alike, so we try only one.
             let is_empty = placement.units_on(host).is_empty();
             if is_empty && empty_tried || !placement.fits(UnitId(unit), host) {
                 continue;
@@ -94,8 +95,8 @@ fn what_is_best_already_is_left_alone() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// After each step the limits are kept, on hosts where they were; moves are counted; pinned units and those that
-    /// must be apart are respected; and the figures are right.
+    /// After each step the limits hold on hosts where they held before, moves are counted, pinned units stay, units
+    /// that must be apart are apart, and the figures are right.
     #[test]
     fn every_step_keeps_the_rules(
         seed in any::<u64>(),

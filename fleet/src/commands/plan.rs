@@ -49,7 +49,7 @@ pub async fn run(args: &PlanArgs) -> Result<u8> {
     let mut planned = known.plan_with(&rules, limits);
     planned.fleet.check().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; plan for fewer hosts")))?;
     let contents = Contents::of(&planned.fleet);
-    // `contents` has the samples now, and they're large.
+    // We drop the samples, which are large: `contents` has what we need.
     planned.fleet.units.iter_mut().for_each(|unit| unit.samples = Vec::new());
     let current = Placement::current(&planned.fleet, &contents);
     let before: Vec<_> = planned.fleet.host_ids().map(|host| current.saving(host)).collect();

@@ -37,7 +37,7 @@ fn key(text: &str) -> Result<KeyId, String> {
     KeyId::parse(text).ok_or_else(|| "it is not 16 hexadecimal digits in lower case".to_owned())
 }
 
-/// The state after we've looked at the files.
+/// What a command works with, once we've looked at the files.
 pub struct Opened {
     pub inventory: Inventory,
     pub engine: Engine,
@@ -73,7 +73,7 @@ impl SketchArgs {
     }
 }
 
-/// An error of the engine as one line.
+/// Makes an error of the engine one line.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub fn failed(error: datafusion::error::DataFusionError) -> anyhow::Error {
     let what = error.strip_backtrace().split_whitespace().collect::<Vec<_>>().join(" ");

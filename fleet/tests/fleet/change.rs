@@ -10,7 +10,7 @@ use pagefold_sketch::Row;
 use std::path::Path;
 use std::time::Duration;
 
-/// Changes files after they have been looked at, and before they are asked for.
+/// Makes the report, and changes the files between looking at them and reading them.
 fn report_after(dir: &Path, change: impl Fn()) -> (Report, Workloads) {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -66,7 +66,7 @@ fn what_a_file_has_become_is_named() {
         assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
         std::os::unix::fs::symlink("host-0.parquet", path("link")).unwrap();
         std::fs::create_dir(path("directory")).unwrap();
-        // The file has holes, and takes no space.
+        // The file is sparse, so it takes no space.
         std::fs::File::options().write(true).open(path("long")).unwrap().set_len(1 << 40).unwrap();
     };
     let (report, workloads) = report_after(dir.path(), change);

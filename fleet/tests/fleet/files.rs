@@ -1,4 +1,4 @@
-//! Files as hosts write them, and the program run on them.
+//! Writes files as hosts do, and runs the program on them.
 
 use pagefold_sketch::{Content, FleetKey, KeyId, Kind, Row, Sketch};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The time that tests run at: 2027-01-15 08:00 UTC.
+/// The time at which tests pretend to run: 2027-01-15 08:00 UTC.
 pub const NOW: &str = "2027-01-15 08:00:00";
 pub const NOW_US: u64 = 1_800_000_000_000_000;
 pub const MIB: u64 = 1 << 20;
@@ -16,7 +16,7 @@ pub fn key(byte: u8) -> KeyId {
     FleetKey::new([byte; 32]).id()
 }
 
-/// A workload that holds the contents of some ranges of numbers, each on one page.
+/// A workload that holds the contents with these numbers, each on one page.
 pub fn row(workload: &str, held: &[Range<u64>]) -> Row {
     let contents = || held.iter().cloned().flatten();
     let pages = contents().count() as u64;
@@ -33,7 +33,7 @@ pub fn row(workload: &str, held: &[Range<u64>]) -> Row {
         cpu_millicores: 100,
         host_memory_bytes: 10_000 * MIB,
         host_cpu_millicores: 16_000,
-        // Numbers of one range differ in every bit of their digests, as contents do.
+        // The multiplication spreads numbers of one range over all bits, like real contents' digests.
         ..Row::blank(Sketch::of(contents().map(|number| Content(number.wrapping_mul(0x9e37_79b9_7f4a_7c15)))))
     }
 }
@@ -49,7 +49,8 @@ pub fn write(dir: &Path, host: &str, rows: &[Row]) -> PathBuf {
     path
 }
 
-/// Two kinds of workloads on each of two hosts, in two trust domains: put together by kind, they would share far more.
+/// Writes two kinds of workloads on each of two hosts, in two trust domains. Put together by kind, they would share far
+/// more.
 pub fn two_kinds(dir: &Path) {
     for host in 0..2_u64 {
         let of = |kind: u64, number: u64| {
@@ -63,7 +64,7 @@ pub fn two_kinds(dir: &Path) {
         rows[0].saved_bytes = 3 * MIB;
         rows[0].take_back_bytes = 2 * MIB;
         rows[1].savable_bytes = MIB;
-        // The same contents in another trust domain count for nothing.
+        // The same contents in another trust domain don't count.
         rows.push(Row { domain: "other".into(), ..row(&format!("alien-{host}"), &[0..20_000]) });
         write(dir, &format!("host-{host}"), &rows);
     }
@@ -87,7 +88,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// One line on standard error, and the exit code.
+/// Asserts that the program printed one line on standard error and returned this code. Returns the line.
 #[track_caller]
 pub fn fails(output: &Output, code: i32) -> String {
     let error = text(&output.stderr);

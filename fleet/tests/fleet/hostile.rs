@@ -1,4 +1,4 @@
-//! Files that do not count are named and left out; bad input ends with one line.
+//! The program names files that don't count and leaves them out. On bad input it ends with one line.
 
 use crate::files::{NOW, NOW_US, bytes, fails, fleet, json, key, row, text, two_kinds, write};
 use pagefold_sketch::Row;
@@ -59,7 +59,7 @@ fn what_does_not_count_is_named() {
         assert!(left_out.get(name).is_some_and(|found| found.contains(why)), "{name}: {left_out:?}");
     }
     assert_eq!(left_out.len(), 9, "{left_out:?}");
-    // The key can be named.
+    // The caller can choose the key.
     let other = json("report", dir.path(), &["--key", &key(2).to_string()]);
     assert_eq!(other["hosts"].as_array().unwrap().len(), 1);
 }
@@ -70,7 +70,7 @@ fn what_is_no_file_is_left_alone() {
     two_kinds(dir.path());
     let clean = json("report", dir.path(), &[]);
     let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
-    // A reader of a pipe waits for ever; a link to a directory may lead to all of the machine, or round in a circle.
+    // Reading a pipe would wait for ever. A link to a directory may lead to the whole machine, or round in a circle.
     assert!(Command::new("mkfifo").arg(dir.path().join("pipe.parquet")).status().unwrap().success());
     link("/", "machine");
     link("/", "machine.parquet");
@@ -121,7 +121,7 @@ fn names_of_hosts_are_only_names() {
     assert_eq!(report["left_out"].as_array().unwrap().len(), 0, "{report}");
 }
 
-/// The longest names, in workloads that all hold the same, so that the queries meet each name in each content of each
+/// Workloads with the longest names that all hold the same, so that queries meet each name in each content of each
 /// workload.
 #[test]
 fn long_names_end_nothing() {
@@ -161,7 +161,7 @@ fn the_most_that_hosts_may_say_is_added_up() {
             ["anonymous_bytes", "saved_bytes", "take_back_bytes", "cpu_millicores"].map(|name| host[name].as_u64());
         assert_eq!(sums, [Some(most * 4096); 4], "{host}");
     }
-    // Sums over hosts don't fit into 64 bits.
+    // The sums over hosts don't fit into 64 bits.
     let here = dir.path().to_str().unwrap();
     let file = dir.path().join("plan.json");
     std::fs::write(&file, json("plan", dir.path(), &[]).to_string()).unwrap();

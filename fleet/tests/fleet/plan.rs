@@ -4,7 +4,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Where each workload is after a plan, given where it was.
+/// Applies a plan: where each workload is, given where it was.
 fn places(plan: &Value, mut places: BTreeMap<String, String>) -> BTreeMap<String, String> {
     for step in plan["steps"].as_array().unwrap() {
         for of in step["moves"].as_array().unwrap() {
@@ -15,14 +15,14 @@ fn places(plan: &Value, mut places: BTreeMap<String, String>) -> BTreeMap<String
     places
 }
 
-/// Four hosts with four workloads each, of four kinds. Returns where they are.
+/// Writes four hosts with four workloads each, of four kinds. Returns where the workloads are.
 fn mixed(dir: &Path, change: impl Fn(&mut Row)) -> BTreeMap<String, String> {
     let mut places = BTreeMap::new();
     for host in 0..4_u64 {
         let rows = (0..4_u64).map(|kind| {
             let own = 1_000_000 * (1 + 4 * host + kind);
             let mut row = row(&format!("k{kind}-{host}"), &[kind * 50_000..kind * 50_000 + 8_000, own..own + 4_000]);
-            // Room for four, by processors: 80 % of half a core.
+            // The processors have room for four workloads: 80 % of half a core.
             row.host_memory_bytes = 300 * MIB;
             row.host_cpu_millicores = 500;
             change(&mut row);
@@ -75,7 +75,7 @@ fn moves_are_limited() {
 #[test]
 fn memory_and_processors_limit_a_host() {
     let dir = tempfile::tempdir().unwrap();
-    // There's just enough room for the workloads without sharing. Sharing makes room for more.
+    // There's just enough room for the workloads if nothing is shared. Sharing makes room for more.
     let now = mixed(dir.path(), |row| {
         row.host_memory_bytes = 4 * 12_000 * 4096 * 5 / 4 + MIB;
         row.host_cpu_millicores = 16_000;
@@ -87,7 +87,7 @@ fn memory_and_processors_limit_a_host() {
         let here = || then.iter().filter(|(_, at)| **at == format!("h{host}")).map(|(name, _)| &name[..2]);
         let kinds: std::collections::BTreeSet<&str> = here().collect();
         let pages = 4_000 * here().count() + 8_000 * kinds.len();
-        // 80 % of the memory, and a tenth more for the error of the estimated sharing.
+        // The workloads may use 80 % of the memory, and a tenth more for the error of the estimated sharing.
         assert!(pages as f64 <= 4.0 * 12_000.0 * 1.1, "{then:?}");
     }
     let dir = tempfile::tempdir().unwrap();
@@ -97,7 +97,7 @@ fn memory_and_processors_limit_a_host() {
     for host in then.values() {
         *on.entry(host).or_default() += 1;
     }
-    // 80 % of half a core, for workloads of a tenth of one.
+    // 80 % of half a core is enough for four workloads of a tenth each.
     assert!(on.values().all(|&workloads| workloads <= 4), "{on:?}");
 }
 
@@ -110,29 +110,28 @@ fn what_may_come_back_needs_room() {
         row.take_back_bytes = 8_000 * 4096;
     });
     let plan = json("plan", dir.path(), &[]);
-    // Including memory that may come back, a host has room for four workloads as if nothing were shared, but not for a
-    // fifth.
+    // Since memory may come back, a host has room for only four workloads, as if nothing were shared.
     assert!(
         plan["steps"].as_array().unwrap().iter().all(|step| step["moves"].as_array().unwrap().len() == 2),
         "{plan}"
     );
 }
 
-/// A small workload claims all contents that the sketch of a large one shows. They stand for as much memory as the
-/// large one has.
+/// A small workload lies: it claims all contents of a large one's sketch. They stand for as much memory as the large
+/// one has.
 #[test]
 fn a_lie_does_not_overfill_a_host() {
     const PAGES: u64 = 100_000;
     let dir = tempfile::tempdir().unwrap();
     let of = |name: &str, from: u64| {
         let mut row = row(name, &[from..from + PAGES]);
-        // With 80 % of it, room for two and an eighth.
+        // 80 % of this has room for two workloads and an eighth.
         row.host_memory_bytes = PAGES * 4096 * 17 / 8 * 5 / 4;
         row
     };
     let (w1, w3) = (of("w1", 0), of("w3", PAGES * 3 / 4));
     let hashes: Vec<u64> = w1.sketch.hashes().collect();
-    // The sketch of a few contents, all kept, in the library's form.
+    // The sketch of a few contents, with all of these in it, in the library's form.
     let mut exact = vec![2, 3, 3, 0, 0, 0b1_1010, 0xcc, 0x93];
     exact.extend(u32::try_from(hashes.len()).unwrap().to_le_bytes());
     exact.extend([0; 4]);
@@ -149,7 +148,7 @@ fn a_lie_does_not_overfill_a_host() {
             now.map(|(name, _)| name)[..4].iter().copied().filter(|name| then[*name] == host).collect();
         assert!(large.len() <= 2, "{plan}");
     }
-    // And it has no more in common with the large one than it has.
+    // The report doesn't show more in common with the large one than the liar has.
     let report = json("report", dir.path(), &[]);
     for pair in report["pairs"].as_array().unwrap() {
         let held = pair["held_bytes"].as_f64().unwrap().min(pair["other_held_bytes"].as_f64().unwrap());
@@ -191,7 +190,7 @@ fn rules_are_kept() {
     assert_eq!(apart.len(), 4);
     assert_eq!(then["k0-0"], then["k1-0"]);
     assert!(plan["moves"].as_u64() > Some(0) && text_of(&plan["broken_rules"][0]).contains("spread"), "{plan}");
-    // Two groups with one workload in common would be pulled apart by moving one of them.
+    // If two groups have a workload in common, moving one group would pull the other apart.
     let text = "[[together]]\nname = \"shop\"\nworkloads = [\"k0-0\", \"k1-0\"]\n\
         [[together]]\nname = \"till\"\nworkloads = [\"k1-0\", \"k2-0\"]\n";
     std::fs::write(&rules, text).unwrap();
@@ -230,7 +229,7 @@ fn orchestrators_get_labels_and_tags() {
     let term = &pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"][0]["podAffinityTerm"];
     assert_eq!(term["labelSelector"]["matchLabels"], pod["labels"]);
     assert_eq!(term["topologyKey"], "kubernetes.io/hostname");
-    // These are pods: nothing for Proxmox VE.
+    // Proxmox VE gets no tags, because these are pods.
     assert_eq!(of("--proxmox")["guests"].as_array().unwrap().len(), 0);
     mixed(dir.path(), |row| row.kind = pagefold_sketch::Kind::Vm);
     let tags = of("--proxmox");
@@ -256,8 +255,8 @@ fn a_promise_is_verified() {
         (&before["moves"], &before["made"], &before["gone"]),
         (&Value::from(12), &Value::from(0), &Value::from(0))
     );
-    // All promised moves are made and saved, except on one host whose file is missing, and for a workload that has
-    // ended.
+    // We make all moves and save what was promised, except on one host whose file is missing, and for a workload that
+    // has ended.
     let then = places(&plan, now);
     let later = tempfile::tempdir().unwrap();
     for host in 0..3 {

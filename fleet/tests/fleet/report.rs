@@ -15,7 +15,7 @@ fn hosts_and_pairs_are_reported() {
     assert_eq!((host["host"].as_str(), host["workloads"].as_u64()), (Some("host-0"), Some(3)));
     assert_eq!(host["saved_bytes"].as_u64(), Some(3 * MIB));
     assert_eq!((host["within_bytes"].as_u64(), host["take_back_bytes"].as_u64()), (Some(MIB), Some(2 * MIB)));
-    // No content of one host is in two workloads of one domain.
+    // No two workloads of one host and domain have a content in common.
     assert!(number(&host["across_bytes"]) <= number(&host["across_error_bytes"]), "{host}");
     let pairs = report["pairs"].as_array().unwrap();
     assert!(
@@ -42,7 +42,7 @@ fn hosts_and_pairs_are_reported() {
         // The queries derive theta from a sketch's estimate, which is in whole pages.
         assert!((number(&web[reported]) / 4096.0 / pages - 1.0).abs() < 1e-4, "{reported}: {web}, not {common:?}");
     }
-    // Pairs are sorted by what they have in common, and pairs with nothing in common are missing.
+    // The pairs with most in common come first, and pairs with nothing in common are missing.
     assert_eq!(pairs.len(), 3, "{pairs:?}");
 }
 
@@ -63,7 +63,7 @@ fn what_a_host_could_save_is_within_the_error() {
         number(&pair["low_bytes"]) <= exact && exact <= number(&pair["high_bytes"])
     };
     let pairs = report["pairs"].as_array().unwrap();
-    // All hold the same: each makes pairs with the next four, at least.
+    // All hold the same, so each makes pairs with at least the next four.
     assert!(pairs.len() >= 30);
     assert!(pairs.iter().filter(within).count() >= 27, "{pairs:?}");
 }

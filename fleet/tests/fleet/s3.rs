@@ -1,4 +1,4 @@
-//! Sketches in an object store: a local server that speaks S3.
+//! Sketches in an object store, which is a local server that speaks S3.
 
 use crate::files::{NOW, fleet, json, text, two_kinds};
 use crate::skip::skip;
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// A Python with the modules that the fleet's tests need. scripts/setup makes it.
+/// The Python with the modules that the fleet's tests need, if `scripts/setup` has made it.
 pub fn python() -> Option<PathBuf> {
     let python = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/fleet-python/bin/python");
     python.exists().then_some(python)

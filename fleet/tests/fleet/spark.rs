@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Two executors with a core each. The queries are small: so are their stages.
+/// Two executors with a core each. The queries are small, and so are their stages.
 const CLUSTER: [&str; 6] = [
     "--master",
     "local-cluster[2,1,1024]",
@@ -23,13 +23,13 @@ fn spark_gives_the_same_answer() {
     let Some(python) = python() else { return skip("no Python with pyspark: scripts/setup fleet makes one") };
     let dir = tempfile::tempdir().unwrap();
     two_kinds(dir.path());
-    // Enough in common on one host for all forms of sketches: empty, one content, exact, estimated.
+    // The workloads of this host have enough in common for all forms of sketches: empty, one content, exact, estimated.
     let rows: Vec<Row> = [0, 1, 500, 4093, 30_000, 100_000_u64]
         .iter()
         .map(|&pages| row(&format!("n{pages}"), &[0..pages, 5_000_000 + pages..5_000_000 + 2 * pages]))
         .collect();
     write(dir.path(), "forms", &rows);
-    // And files that do not count.
+    // Now files that don't count.
     let put = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
     let good = bytes("x", &[row("w", &[0..9000])]);
     put("half.parquet", &good[..good.len() / 2]);
@@ -51,7 +51,7 @@ fn spark_gives_the_same_answer() {
     let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("spark/report.py");
     let mut submit = Command::new(python.with_file_name("spark-submit"));
     submit.args(CLUSTER).arg(job).arg(dir.path()).args(["--at", NOW, "--pairs", "50", "--output"]).arg(&output);
-    // spark-submit looks for Spark by the first python3 of the path.
+    // spark-submit finds Spark by the first python3 in PATH.
     let path = format!("{}:{}", python.parent().unwrap().display(), std::env::var("PATH").unwrap_or_default());
     let run = submit.env("PYSPARK_PYTHON", &python).env("PATH", path).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
@@ -76,7 +76,7 @@ fn spark_gives_the_same_answer() {
     assert_eq!(files(&ours), files(&theirs));
 }
 
-/// Numbers may differ by rounding, because fractions may be added in another order.
+/// Numbers may differ by rounding, because the two may add fractions in another order.
 fn compare(place: &str, ours: &Value, theirs: &Value, differences: &mut Vec<String>) {
     match (ours, theirs) {
         (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
