@@ -1,4 +1,4 @@
-//! Guests of Xen as the daemon's [`Backend`], and the exit codes and advice of Xen's errors.
+//! Makes guests of Xen a [`Backend`] of the daemon, and gives Xen's errors exit codes and advice.
 
 use crate::guests::SelectError;
 use crate::host::{Clock, Guest, XenError, XenHost};
@@ -88,7 +88,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
     }
 }
 
-/// Whether a selector (`--all` or a number) selects this guest.
+/// Whether a selector (`--all` or a number) matches this guest.
 fn fits(selector: &Selector, guest: &Guest) -> bool {
     *selector == Selector::All || *selector == Selector::Pid(guest.number())
 }

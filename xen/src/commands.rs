@@ -1,4 +1,4 @@
-//! The commands of `pagefold-xen`: pagefold's judgement, tables and JSON, with guests in place of processes.
+//! The commands of `pagefold-xen`: pagefold's judgement, tables and JSON, for guests instead of processes.
 
 pub mod doctor;
 pub mod explain;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The longest sleep. Between two sleeps we look for signals and requests that end the wait.
+/// How long we sleep at most before we look for signals and requests that end the wait.
 const SLEEP_MOST: Duration = Duration::from_millis(50);
 
 /// The guests in scope.
@@ -76,7 +76,7 @@ fn take_lock() -> Result<Lock, Exit> {
     })
 }
 
-/// The guests in scope that exist now. A guest that the user names must exist.
+/// Finds the guests in scope. A guest that the user names must exist.
 fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>, Exit> {
     let domains = xen.domains().map_err(|error| call(&error))?;
     let found = in_scope(xen, scope, domains).map_err(|error| select(&error))?;
@@ -86,7 +86,7 @@ fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>
     }
 }
 
-/// Refuses a scope with no guests but these.
+/// The refusal of a scope that has only guests that we must leave alone.
 fn refuse_all(left_alone: &[LeftAlone]) -> Exit {
     let Some(LeftAlone { pid, name, reason }) = left_alone.first() else {
         return Exit::new(exit::NO_SCOPE, "no guest is in scope");
@@ -108,13 +108,13 @@ fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
     Err(refuse_all(&left_alone))
 }
 
-/// The machine's clocks, and a wait that signals and requests cut short.
+/// The machine's clocks, and a wait that signals and requests interrupt.
 #[derive(Debug)]
 pub struct LiveClock {
     began: Instant,
     /// Set when the run should end.
     stop: Arc<AtomicBool>,
-    /// Also set when the run should end, and when there's a request to serve.
+    /// Set when the run should end or when there's a request to serve.
     woken: Arc<AtomicBool>,
 }
 

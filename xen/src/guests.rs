@@ -71,7 +71,7 @@ pub enum SelectError {
 /// A guest in scope.
 #[derive(Clone, Debug)]
 pub struct InScope {
-    /// As the hypervisor lists it.
+    /// What the hypervisor's list says about it.
     pub domain: Domain,
     pub name: String,
     /// The name of its trust domain.
@@ -86,10 +86,7 @@ impl InScope {
     }
 }
 
-/// The guests in scope among the existing ones.
-///
-/// # Errors
-/// If a guest is named twice with different trust domains.
+/// Finds the guests in scope among the existing ones.
 pub fn in_scope(
     hypervisor: &mut impl Hypervisor,
     scope: &[Selected],
@@ -97,7 +94,7 @@ pub fn in_scope(
 ) -> Result<Vec<InScope>, SelectError> {
     let mut found = Vec::new();
     for domain in domains {
-        // The number 0 is dom0's.
+        // Number 0 is dom0.
         if domain.id.0 == 0 || domain.ended {
             continue;
         }
@@ -118,14 +115,14 @@ pub fn missing<'a>(scope: &'a [Selected], found: &[InScope]) -> Option<&'a Selec
     scope.iter().find(|selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name))))
 }
 
-/// Why we can't share this guest's memory, if we can't.
+/// Why we can't share this guest's memory. `None` if we can.
 pub fn unfit(domain: &Domain) -> Option<&'static str> {
     if !domain.hvm {
         Some("it is a PV guest; only memory of HVM and PVH guests can be shared")
     } else if !domain.hap {
         Some("it does not use hardware-assisted paging (hap)")
     } else if domain.lacking > Pages(0) {
-        // Looking at a page populates it, and the hypervisor ends a guest that has no memory left for that.
+        // Looking at a page populates it, and if a guest has no memory left for that, the hypervisor ends the guest.
         Some("its balloon driver has not yet given back what it has above its memory (maxmem)")
     } else {
         None

@@ -1,8 +1,8 @@
-//! A machine with Xen as the core's [`Host`]: guests are owners, ranges of their frames are regions, and we share pairs
-//! of pages.
+//! Makes a machine with Xen a [`Host`] for the engine: guests are owners, ranges of their frames are regions, and we
+//! share pairs of pages.
 //!
-//! A frame's number is its page number. This module decides nothing except the order of calls ([`crate::sharing`]) and
-//! which memory belongs to which guest.
+//! A frame's number is its page number. This module decides only two things: the order of calls ([`crate::sharing`]),
+//! and which memory belongs to which guest.
 
 use crate::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, MachineMemory};
@@ -22,18 +22,18 @@ use rustc_hash::{FxHashMap, FxHasher};
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 
-/// The time between two looks at the list of guests, nanoseconds.
+/// How long we wait between two looks at the list of guests, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
-/// If a guest's memory has grown or shrunk, we find its ranges anew after this time, nanoseconds.
+/// How long we wait before we find a guest's ranges again, after its memory has grown or shrunk, nanoseconds.
 const RANGES_NS: u64 = 5_000_000_000;
-/// Finding ranges takes at most this part of the time.
+/// Finding ranges may take one part in this many of our time.
 const RANGES_PART: u64 = 100;
-/// Pages to read at a time.
+/// How many pages we read at a time.
 const READ_PAGES: usize = 256;
-/// Pages to share before we check again whether the run should end.
+/// How many pages we share before we check again whether the run should end.
 const MERGE_PAIRS: usize = 1024;
-/// We keep one page for this many pages of zeros, as for other contents. With more, the hypervisor takes longer to find
-/// a page among them.
+/// How many pages of zeros we share with one kept page, as for other contents. With more, the hypervisor takes longer
+/// to find a page among them.
 const ZEROS_MOST: u16 = 255;
 
 /// The clock, and a way to wait.
@@ -42,19 +42,19 @@ pub trait Clock {
     fn now_ns(&self) -> u64;
     /// CPU time of this process, nanoseconds, including the hypervisor's work for it.
     fn cpu_ns(&self) -> u64;
-    /// Waits this long, or less if there's a reason.
+    /// Waits this long, or less if a signal or request comes.
     fn wait(&mut self, ns: u64);
-    /// Whether the run should end.
+    /// Whether the run is to end.
     fn is_stopped(&self) -> bool;
 }
 
-/// Errors that the host can't continue from.
+/// Errors after which the host can't continue.
 #[derive(Debug, thiserror::Error)]
 pub enum XenError {
     /// The scope doesn't make sense, or names a guest that doesn't exist.
     #[error(transparent)]
     Select(#[from] SelectError),
-    /// The hypervisor refused to tell a fact that we need.
+    /// The hypervisor didn't tell us something that we need to know.
     #[error("the hypervisor does not answer: {0}")]
     Call(#[from] CallError),
 }
@@ -62,31 +62,31 @@ pub enum XenError {
 /// A guest in scope.
 #[derive(Debug)]
 pub struct Guest {
-    /// Its name, its trust domain, and the hypervisor's facts about it.
+    /// Its name, its trust domain, and what the hypervisor says about it.
     pub known: InScope,
     pub owner: OwnerKey,
-    /// Why we leave it alone, if we do.
+    /// Why we leave the guest alone. `None` if we don't.
     pub left_alone: Option<String>,
     /// The number of its trust domain.
     pub trust: DomainKey,
     lasting: LastingKey,
     kernel: Option<String>,
     regions: Vec<(RegionKey, Range)>,
-    /// How much memory it had when we found its ranges, and when we may find them anew, nanoseconds.
+    /// How much memory the guest had when we found its ranges, and when we may find these again, nanoseconds.
     ranged: Option<(Pages, u64)>,
     /// Pages that were shared, as far as we know.
     shared: PageSet,
-    /// Whether it had shared pages before this run, so that any page may be one.
+    /// Whether the guest had shared pages before this run. Then any page may be a shared one.
     had_shared: bool,
 }
 
 impl Guest {
-    /// Its number, which stands where processes have their pid.
+    /// The guest's number, which we use where processes have a pid.
     pub fn number(&self) -> i32 {
         self.known.domain.id.0.into()
     }
 
-    /// Whether it's still the guest that we found before, to be treated in the same way.
+    /// Whether this is still the guest that we found before, and we treat it in the same way.
     fn is_same(&self, found: &InScope) -> bool {
         let known = &self.known.domain;
         let now = &found.domain;
@@ -94,7 +94,7 @@ impl Guest {
     }
 }
 
-/// A pair of pages, with the number of its range and its place in the range.
+/// A pair of pages, the number of its range, and its place in that range.
 type NamedPair = (Pair, usize, usize);
 
 #[derive(Debug)]
@@ -111,11 +111,12 @@ pub struct XenHost<H, C> {
     trusts: Vec<String>,
     region_keys: KeyCounter,
     owner_keys: KeyCounter,
-    /// The page of zeros that we keep in each trust domain, and how many pages we've named with it.
+    /// The page of zeros that we keep in each trust domain, and with how many pages we've shared it.
     zeros: FxHashMap<DomainKey, (GuestPage, u16)>,
     views: Vec<RegionView>,
     memory: MachineMemory,
-    /// The savings when the run began, and how many of its shares guests have undone since.
+    /// How much was saved when the run began, how often we've shared since, and how many of these shares guests have
+    /// undone.
     saved_before: Pages,
     shares: u64,
     undone: u64,
@@ -171,7 +172,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         &self.trusts
     }
 
-    /// The figures of Xen itself.
+    /// Xen's own figures.
     pub fn figures(&self) -> XenView {
         XenView {
             saved_bytes: self.memory.saved.bytes().0,
@@ -181,7 +182,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// The guests that we've found we must leave alone since [`Self::take_left_alone`] was called.
+    /// The guests that we must leave alone, as found since the last [`Self::take_left_alone`].
     pub fn left_alone(&self) -> &[LeftAlone] {
         &self.left_alone
     }
@@ -206,7 +207,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         Cost { pagefold_ns: self.clock.cpu_ns(), ..Cost::default() }
     }
 
-    /// Looks which guests exist.
+    /// Updates the list of guests.
     fn look(&mut self) -> Result<(), XenError> {
         let domains = self.hypervisor.domains()?;
         let found = in_scope(&mut self.hypervisor, &self.scope, domains)?;
@@ -232,7 +233,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         Ok(())
     }
 
-    /// Makes the entry of a guest that's new in scope.
+    /// Makes an entry for a guest that's new in scope.
     fn admit(&mut self, known: InScope) -> Guest {
         let id = known.domain.id;
         let refused = match unfit(&known.domain) {
@@ -272,7 +273,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         if is_known {
             return;
         }
-        // If the guest has ended, the next look finds that out.
+        // If this fails, the guest has ended. The next look at the list finds that out.
         let Ok(found) = ranges(&mut self.hypervisor, id, guest.known.domain.most) else { return };
         let took_ns = self.clock.now_ns().saturating_sub(now_ns);
         let pause_ns = took_ns.saturating_mul(RANGES_PART).max(RANGES_NS);
@@ -295,7 +296,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
 
     fn view(&mut self) -> KsmView {
         let saved = self.memory.saved;
-        // This counts guests that have ended as well.
+        // This also counts the shares of guests that have ended.
         let undone = (self.saved_before.0 + self.shares).saturating_sub(saved.0);
         self.undone = self.undone.max(undone);
         KsmView {
@@ -307,7 +308,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// How a page is held. We don't have to ask about a page that was never shared.
+    /// Whether a page is shared. If it was never shared, we needn't ask.
     fn state(&mut self, page: GuestPage) -> PageState {
         let Some(guest) = self.guests.get_mut(&page.domain) else { return PageState::Absent };
         let number = Vpn(page.frame.0);
@@ -323,7 +324,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// Reads the pages of neighbouring runs of one region.
+    /// Reads the pages of adjacent runs of one region.
     fn read_pages(&mut self, region: RegionKey, frames: &[Gfn], digester: &Digester, samples: &mut Vec<PageSample>) {
         let Some(&domain) = self.owners.get(&region) else { return };
         let mut digests: Vec<Option<Digest>> = vec![None; frames.len()];
@@ -351,7 +352,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// A page of a region, if the region still contains it.
+    /// Finds a page of a region, if the region still contains it.
     fn page(&self, region: RegionKey, page: Vpn) -> Option<GuestPage> {
         let domain = *self.owners.get(&region)?;
         let (_, range) = self.guests.get(&domain)?.regions.iter().find(|(key, _)| *key == region)?;
@@ -363,13 +364,13 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         Some(self.guests.get(&domain)?.trust)
     }
 
-    /// The page to share `take` with, or the outcome if there's nothing to share.
+    /// Finds the page to share `take` with. The error is the outcome if there's nothing to share.
     fn pair(&mut self, take: GuestPage, keep: Keep, at: u64) -> Result<Pair, Merging> {
         let trust = self.trust_of(take.domain).ok_or(Merging::Untried)?;
         let kept = match keep {
             Keep::Run(region, first) => self.page(region, first + at).ok_or(Merging::Untried)?,
             Keep::Page(region, page) => self.page(region, page).ok_or(Merging::Untried)?,
-            // No page of zeros is in every guest, so we keep one of the guests' pages.
+            // There's no page of zeros that every guest has, so we keep one of the guests' pages.
             Keep::Zero => match self.zeros.get_mut(&trust) {
                 Some((kept, named)) if *named < ZEROS_MOST && *kept != take => {
                     *named += 1;
@@ -381,7 +382,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 }
             },
         };
-        // We check this whatever the engine thinks.
+        // We check the trust domain ourselves, whatever the engine thinks.
         if self.trust_of(kept.domain) == Some(trust) { Ok(Pair { take, keep: kept }) } else { Err(Merging::Ineligible) }
     }
 
@@ -427,7 +428,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 }
             }
         } else if keep == Keep::Zero {
-            // The kept page may no longer be zeros.
+            // Perhaps the kept page isn't zeros any more, so we choose another one next time.
             self.zeros.retain(|_, (kept, _)| *kept != pair.keep);
         }
     }
@@ -439,7 +440,7 @@ fn hashed(value: &impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// The regions of a guest. Guests of the same configuration and kernel are a family.
+/// A guest's regions as the engine sees them. Guests of the same configuration and kernel are a family.
 fn views(guest: &Guest) -> Vec<RegionView> {
     let domain = &guest.known.domain;
     let mut views = Vec::new();

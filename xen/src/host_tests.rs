@@ -6,7 +6,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::reserve::{Keep as ReserveKeep, ReserveSettings};
 use std::cell::Cell;
 
-/// Virtual time: every reading of the CPU clock costs some.
+/// A virtual clock. Each reading of the CPU clock takes some CPU time.
 #[derive(Debug, Default)]
 struct VirtualClock {
     now_ns: u64,
@@ -50,8 +50,8 @@ fn run(engine: &mut Engine, host: &mut TestHost, seconds: u64) {
     }
 }
 
-/// Half of the pages hold contents that all guests hold, in sets of different size, an eighth hold zeros, the rest hold
-/// contents that no other guest has.
+/// The contents of a guest's pages. Half of them all guests hold, in sets of different sizes; an eighth are zeros; the
+/// rest no other guest has.
 fn contents(guest: u16, pages: u16) -> Vec<Content> {
     (0..pages)
         .map(|page| match page % 8 {
@@ -72,7 +72,7 @@ fn all_that_is_equal_in_two_guests_is_shared_and_no_data_changed() {
     let mut host = host(model, &["web", "2"]);
     let mut engine = engine();
     run(&mut engine, &mut host, 60);
-    // There are at most 251 contents, and we keep one frame in 256 for each.
+    // There are at most 251 contents, and for each we keep one frame in 256.
     let saved = host.hypervisor.saved();
     assert!(saved * 100 >= (frames - 251) * 99, "{saved} of {frames} pages saved");
     assert_eq!(engine.ledger().saved, Some(Pages(saved)));
@@ -160,8 +160,7 @@ fn a_restart_adds_to_what_is_shared() {
     model.create(3, "new", &contents(1, 2000));
     let mut second = host(model, &["web", "db", "new"]);
     run(&mut engine(), &mut second, 60);
-    // We keep frames that were shared before and replace none of them, so some contents have more frames than they
-    // need.
+    // We never replace frames that were shared before this run, so some contents have more frames than they need.
     let saved = second.hypervisor.saved();
     assert!(saved > before + 1900, "{saved} after {before}");
 }

@@ -15,7 +15,7 @@ impl fmt::Display for DomainId {
     }
 }
 
-/// The number of a guest's frame of memory, as the guest counts them.
+/// The number of a frame of guest memory, as the guest counts frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Gfn(pub u64);
 
@@ -25,8 +25,8 @@ pub struct GuestPage {
     pub frame: Gfn,
 }
 
-/// The hypervisor's name for a frame that may be shared. Names come from a counter that grows. A name dies with the
-/// first write to a page that has the frame alone.
+/// The hypervisor's name for a frame that may be shared. Names come from a counter that only grows. If a frame has only
+/// one page, a write to that page ends the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle(pub u64);
 
@@ -48,15 +48,15 @@ pub struct Domain {
     pub ended: bool,
     /// Whether it's an HVM or PVH guest. Otherwise it's a PV guest.
     pub hvm: bool,
-    /// Whether the processor translates its addresses (hardware-assisted paging).
+    /// Whether the processor translates the guest's addresses (hardware-assisted paging).
     pub hap: bool,
-    /// Memory that no other guest shares.
+    /// How much memory it shares with no other guest.
     pub own: Pages,
-    /// The most memory that it may have.
+    /// How much memory it may have at most.
     pub most: Pages,
-    /// Its pages that are nominated or shared.
+    /// How many of its pages are nominated or shared.
     pub shared: Pages,
-    /// Its populate-on-demand memory, beyond the pages that the hypervisor has set aside for it.
+    /// How much of its populate-on-demand memory the hypervisor hasn't set pages aside for.
     pub lacking: Pages,
     /// Its processors.
     pub vcpus: u32,
@@ -66,24 +66,24 @@ pub struct Domain {
 pub struct MachineMemory {
     /// The machine's memory.
     pub total: Pages,
-    /// Memory that the hypervisor has left.
+    /// How much memory the hypervisor has left.
     pub free: Pages,
-    /// Frames saved by sharing.
+    /// How many frames sharing saves.
     pub saved: Pages,
-    /// Frames that are nominated or shared.
+    /// How many frames are nominated or shared.
     pub frames: Pages,
 }
 
 /// Why the hypervisor doesn't share a guest's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// PV, or a processor other than Intel's.
+    /// It's a PV guest, or the processor isn't Intel's.
     #[error("the hypervisor shares memory of HVM and PVH guests on Intel processors only")]
     NotSupported,
-    /// Shadow page tables.
+    /// The guest uses shadow page tables.
     #[error("it does not use hardware-assisted paging (hap)")]
     NoHap,
-    /// A device of the machine reads and writes its memory.
+    /// A device of the machine accesses the guest's memory directly.
     #[error("a device is passed through to it")]
     Passthrough,
     /// Another reason.
@@ -97,10 +97,10 @@ pub enum CallError {
     /// The guest no longer exists, or is being destroyed.
     #[error("the guest has ended")]
     Ended,
-    /// Dom0 or another guest has mapped the page, or the page is changing just now.
+    /// Dom0 or another guest has mapped the page, or the page is just changing.
     #[error("the page is in use")]
     Busy,
-    /// The page can't be shared: it's not present, a device's, or one of the hypervisor's.
+    /// The page can't be shared: it isn't present, or belongs to a device or the hypervisor.
     #[error("the page cannot be shared")]
     Unfit,
     /// Someone wrote the page that we wanted to replace.
@@ -112,7 +112,7 @@ pub enum CallError {
     /// The hypervisor has no memory left.
     #[error("the hypervisor has no memory left")]
     NoMemory,
-    /// The option is missing.
+    /// The hypervisor was built without the option.
     #[error("the hypervisor was built without memory sharing")]
     NoSharing,
     /// The caller isn't root, or this isn't dom0.
@@ -123,12 +123,12 @@ pub enum CallError {
     Other { call: &'static str, error: io::Error },
 }
 
-/// A read calls this with each page: its place in the list, and its contents, if we could map it.
+/// A read calls this with each page: its place in the list, and its contents if we could map it.
 pub type See<'a> = dyn FnMut(usize, Option<&PageBytes>) + 'a;
 
-/// The hypervisor, and the toolstack's knowledge of guests.
+/// The hypervisor, and what the toolstack knows of guests.
 ///
-/// No call keeps a page mapped when it returns: the hypervisor nominates no page that dom0 has mapped.
+/// No call may leave a page mapped when it returns, because the hypervisor doesn't nominate pages that dom0 has mapped.
 pub trait Hypervisor {
     /// All guests but dom0.
     ///
@@ -142,19 +142,16 @@ pub trait Hypervisor {
     /// The kernel of a guest, if the toolstack has recorded it.
     fn kernel(&mut self, domain: DomainId) -> Option<String>;
 
-    /// The memory of the machine.
-    ///
-    /// # Errors
-    /// If the hypervisor doesn't tell, for example because it can't share memory.
+    /// If the hypervisor doesn't answer, for example because it can't share memory.
     fn memory(&mut self) -> Result<MachineMemory, CallError>;
 
-    /// Allows memory of a guest to be shared.
+    /// Allows sharing a guest's memory.
     ///
     /// # Errors
-    /// Why we must not.
+    /// The hypervisor's reason to refuse.
     fn enable(&mut self, domain: DomainId) -> Result<(), Refusal>;
 
-    /// Forbids sharing again. Only for a guest with nothing shared.
+    /// Forbids sharing again. Only for a guest that shares nothing.
     fn disable(&mut self, domain: DomainId);
 
     /// The highest frame number of a guest.
@@ -169,16 +166,10 @@ pub trait Hypervisor {
     /// If the guest has ended.
     fn populated(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError>;
 
-    /// Reads pages of a guest, which stay shared. Calls `see` once for each, in turn.
-    ///
-    /// # Errors
-    /// If we can map none.
+    /// Reads pages of a guest, which stay shared. Calls `see` once for each, in order.
     fn read(&mut self, domain: DomainId, frames: &[Gfn], see: &mut See<'_>) -> Result<(), CallError>;
 
-    /// Gives a guest its own copies of pages again. Returns which pages are its own now.
-    ///
-    /// # Errors
-    /// If we can map none.
+    /// Gives a guest its own copies of pages again. Returns which pages are now its own.
     fn unshare(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError>;
 
     /// How many pages have this page's frame, if the frame is nominated or shared. `None` if it's neither.
@@ -187,17 +178,14 @@ pub trait Hypervisor {
     /// If the guest has ended.
     fn sharers(&mut self, page: GuestPage) -> Result<Option<u32>, CallError>;
 
-    /// Nominates a page: a write to it makes it the guest's own again. For a page that's already nominated or shared,
-    /// only returns the handle.
-    ///
-    /// # Errors
-    /// If the page can't be shared.
+    /// Nominates a page for sharing. From now on a write makes the page the guest's own again. If the page is already
+    /// nominated or shared, this only returns the handle.
     fn nominate(&mut self, page: GuestPage) -> Result<Handle, CallError>;
 
-    /// Gives all pages that have the client's frame the source's instead, without looking at their contents. The
+    /// Replaces the client's frame by the source's in all pages that have it, without looking at the contents. The
     /// hypervisor panics if a guest other than these two has the client's frame.
     ///
     /// # Errors
-    /// If one of the handles has died. In that case nothing has changed.
+    /// If one of the handles has died. Then nothing has changed.
     fn share(&mut self, source: Nominated, client: Nominated) -> Result<(), CallError>;
 }

@@ -1,4 +1,4 @@
-//! Merging on request between Xen's guests, from dom0: a second host of the judgement.
+//! Merging on request between Xen's guests, from dom0. Besides Linux, Xen is the second host that the engine runs on.
 //!
 //! | module | contents |
 //! | --- | --- |
@@ -7,12 +7,12 @@
 //! | [`sharing`] | the order of calls that shares two pages. Pure |
 //! | [`guests`] | which guests are in scope, and which ones we refuse |
 //! | [`ranges`] | which of a guest's frames are populated |
-//! | [`host`] | all of it as the core's `Host` |
-//! | [`backend`] | the same as the daemon's `Backend`, and the exit codes of errors |
+//! | [`host`] | all of this as the engine's `Host` |
+//! | [`backend`] | all of this as the daemon's `Backend`, and the exit codes of errors |
 //! | [`unshare`] | giving guests their own copies again |
 //!
-//! The hypervisor shares whatever we tell it to share: it compares nothing, and it panics if we name a frame as client
-//! that a third guest has as well. Both checks are our duty, so only [`sharing`] nominates and shares. The tests run it
+//! The hypervisor shares whatever we tell it to share. It compares nothing, and it panics if we name a frame as client
+//! that a third guest has, too. Both checks are up to us, so only [`sharing`] nominates and shares. The tests run it
 //! against a model of the hypervisor that panics where the real one does.
 
 pub mod backend;

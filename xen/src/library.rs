@@ -1,8 +1,8 @@
-//! The calls through Xen's libraries, loaded at run time: a machine without Xen needs none of them.
+//! Makes the calls through Xen's libraries. We load these at run time, so that a machine without Xen doesn't need them.
 //!
-//! We only load the libraries of Xen 4.17, because the layouts that they fill in belong to a version. We swallow their
-//! own messages: an error is one line of ours. `xen/machine/inspect.c` checks the sizes of the structures at compile
-//! time.
+//! We only load the libraries of Xen 4.17, because the structures that they fill in belong to a version. We suppress
+//! their own messages: an error is one line of ours. `xen/machine/inspect.c` checks the sizes of the structures at
+//! compile time.
 
 use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
@@ -22,12 +22,12 @@ const MEMORY: &str = "libxenforeignmemory.so.1";
 const STORE: &str = "libxenstore.so.4";
 /// The device through which dom0 reaches the hypervisor.
 const PRIVCMD: &str = "/dev/xen/privcmd";
-/// Lists this kernel's roles under the hypervisor.
+/// Says which roles this kernel has under the hypervisor.
 const CAPABILITIES: &str = "/proc/xen/capabilities";
 
-/// The most frames that we ask about in one populated-pages query: the hypervisor's limit.
+/// How many frames we ask about in one call at most: the hypervisor's limit.
 const POPULATED_MOST: usize = 1024;
-/// The most pages that we map at a time.
+/// How many pages we map at a time, at most.
 const MAPPED_MOST: usize = 256;
 /// How many guests we ask for at a time.
 const DOMAINS_AT_ONCE: usize = 64;
@@ -118,13 +118,13 @@ extern "C" fn no_message(_: *mut Logger, _: c_uint, _: c_int, _: *const c_char, 
 extern "C" fn no_progress(_: *mut Logger, _: *const c_char, _: *const c_char, _: c_int, _: c_ulong, _: c_ulong) {}
 extern "C" fn no_destroy(_: *mut Logger) {}
 
-/// Defines the functions of a library that we use, and looks them up.
+/// Defines the functions of a library that we use, and how to look them up.
 macro_rules! functions {
     ($(#[$doc:meta])* $name:ident of $library:ident { $($function:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* }) => {
         $(#[$doc])*
         struct $name {
             $($function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            // The functions die with the library.
+            // The functions are only valid while the library is loaded.
             _loaded: Library,
         }
 
@@ -178,7 +178,7 @@ functions! {
 }
 
 functions! {
-    /// libxenstore: the toolstack's knowledge of guests.
+    /// libxenstore: what the toolstack knows of guests.
     StoreLibrary of STORE {
         xs_open: fn(c_ulong) -> *mut c_void;
         xs_close: fn(*mut c_void);
@@ -195,7 +195,7 @@ pub struct Xen {
     hypervisor: *mut c_void,
     mappings: *mut c_void,
     database: *mut c_void,
-    /// The libraries keep its address.
+    /// The libraries keep the logger's address.
     _logger: Box<Logger>,
 }
 
@@ -263,7 +263,7 @@ impl Xen {
         String::from_utf8(bytes).ok()
     }
 
-    /// The populate-on-demand memory of a guest, beyond the pages set aside for it.
+    /// How much of a guest's populate-on-demand memory the hypervisor hasn't set pages aside for.
     fn lacking(&mut self, domain: DomainId) -> Result<Pages, CallError> {
         let mut all = 0;
         let mut set_aside = 0;
@@ -333,12 +333,12 @@ impl Drop for Xen {
     }
 }
 
-/// The handle that a library has just returned, which is null if it failed.
+/// Checks the handle that a library has just returned, which is null if it failed.
 fn opened(library: &'static str, handle: *mut c_void) -> Result<*mut c_void, OpenError> {
     if handle.is_null() { Err(OpenError::Open { library, error: io::Error::last_os_error() }) } else { Ok(handle) }
 }
 
-/// Reads the errno of the last call that failed.
+/// Makes an error from the errno of a call that has just failed.
 fn error(call: &'static str) -> CallError {
     let error = io::Error::last_os_error();
     match error.raw_os_error() {
@@ -470,7 +470,8 @@ impl Hypervisor for Xen {
     }
 
     fn unshare(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
-        // The hypervisor gives a page its own frame before it lets dom0 map it for writing. We write nothing.
+        // Before the hypervisor lets dom0 map a page for writing, it gives the page a frame of its own. We write
+        // nothing.
         let mut own = vec![false; frames.len()];
         for (number, frames) in frames.chunks(MAPPED_MOST).enumerate() {
             self.with_mapped(domain, frames, libc::PROT_READ | libc::PROT_WRITE, |at, address| {
@@ -486,7 +487,7 @@ impl Hypervisor for Xen {
         match u32::try_from(found) {
             Ok(found) => Ok(Some(found)),
             Err(_) => match error("xc_memshr_debug_gfn") {
-                // The page isn't shared or present, or the guest may not share.
+                // The page isn't shared or isn't present, or the guest may not share.
                 CallError::Unfit => Ok(None),
                 CallError::Other { error, .. } if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
                 error => Err(error),

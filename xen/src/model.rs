@@ -1,7 +1,7 @@
 //! A model of the hypervisor: what it shares, when it refuses, and where it panics, following
 //! `xen/arch/x86/mm/mem_sharing.c` of Xen 4.17.
 //!
-//! Guests may act before any call: they write, end, give pages back, or have them mapped. The model knows the right
+//! Before any call, guests may act: they write, end, give pages back, or have them mapped. The model knows the right
 //! contents of each guest page, whatever was shared.
 
 use crate::hypervisor::{
@@ -10,7 +10,7 @@ use crate::hypervisor::{
 use pagefold_engine::units::Pages;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// A page's contents: this byte, everywhere.
+/// A page's contents: 4096 times this byte.
 pub type Content = u8;
 
 /// An action of a guest, or of dom0, before a call.
@@ -40,17 +40,17 @@ pub struct Model {
     mapped: BTreeSet<GuestPage>,
     names: BTreeMap<DomainId, String>,
     refusing: BTreeSet<DomainId>,
-    /// Guests whose populate-on-demand memory has run out: they end when someone looks at it.
+    /// Guests whose populate-on-demand memory has run out. Such a guest ends when someone looks at its memory.
     pub lacking: BTreeSet<DomainId>,
     last_frame_number: u64,
     last_handle: u64,
     pub free: u64,
     pub events: VecDeque<Event>,
-    /// Calls to nominate and share, and pages mapped.
+    /// How many calls nominated and shared, and how many pages were mapped.
     pub nominations: u64,
     pub shares: u64,
     pub mappings: u64,
-    /// Frames that we've asked about: whether they're populated, and how many share them.
+    /// About how many frames somebody asked whether they're populated, and how many share them.
     pub asked: u64,
     pub looked_at: u64,
 }
@@ -64,7 +64,7 @@ impl Model {
         Self { free, ..Self::default() }
     }
 
-    /// Creates a guest with pages from frame 0 on.
+    /// Creates a guest that has these pages from frame 0 on.
     pub fn create(&mut self, domain: u16, name: &str, contents: &[Content]) {
         self.names.insert(DomainId(domain), name.to_owned());
         for (frame, &content) in (0..).zip(contents) {
@@ -96,7 +96,7 @@ impl Model {
         self.pages.entry(page).or_insert((number, content)).0 = number;
     }
 
-    /// Takes a page from its frame, and frees the frame with its last page.
+    /// Takes a page from its frame. Frees the frame if that was its last page.
     fn detach(&mut self, page: GuestPage) {
         let number = self.pages[&page].0;
         let frame = self.frames.get_mut(&number).unwrap();
@@ -130,7 +130,8 @@ impl Model {
         }
     }
 
-    /// The first step of a write. False if the hypervisor has no memory for a copy: the guest waits.
+    /// The first step of a write: gives the page a frame of its own. Returns false if the hypervisor has no memory for
+    /// a copy. Then the guest waits.
     fn make_own(&mut self, page: GuestPage) -> bool {
         let number = self.pages[&page].0;
         let frame = self.frames.get_mut(&number).unwrap();
@@ -156,7 +157,7 @@ impl Model {
         }
     }
 
-    /// The pages that sharing has freed.
+    /// How many pages sharing has freed.
     pub fn saved(&self) -> u64 {
         self.pages.len() as u64 - self.frames.len() as u64
     }

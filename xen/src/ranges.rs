@@ -1,19 +1,20 @@
-//! Which of a guest's frames are populated, as ranges: the judgement's regions.
+//! Finds which of a guest's frames are populated, as ranges. These are the engine's regions.
 //!
 //! We ask about every 32nd frame. Where two of these differ we ask about the frames between them. So we miss a hole or
-//! a patch between two that are alike: when we read pages of a hole we find them absent, and nobody looks at a patch.
+//! a patch between two that are alike. That does no harm: when we read pages of a hole we find them absent, and nobody
+//! looks at a patch.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
 use pagefold_engine::units::Pages;
 
-/// The distance between the frames that we ask about.
+/// How far the frames that we ask about are apart.
 const STEP: u64 = 32;
 /// How many frames we ask about at a time.
 const ASKED: u64 = 1024;
-/// Shorter ranges are pages that the guest shares with dom0.
+/// We drop ranges shorter than this, which are pages that the guest shares with dom0.
 const PAGES_MIN: u64 = 64;
-/// A guest can put its memory wherever it likes. We search twice as many frames as it may have pages, and the frames
-/// below 4 GiB, where a guest has a hole for devices. So a guest can hide memory, but can't keep pagefold busy.
+/// A guest can put its memory wherever it likes. So we search only twice as many frames as it may have pages, plus the
+/// frames below 4 GiB, where a guest has a hole for devices. A guest can hide memory, but it can't keep pagefold busy.
 const HOLES_MOST: u64 = 1 << 20;
 /// We stop after this many ranges.
 const RANGES_MOST: usize = 1024;
@@ -25,10 +26,7 @@ pub struct Range {
     pub pages: Pages,
 }
 
-/// The end of the frames to search for the memory of a guest that may have `most` pages.
-///
-/// # Errors
-/// If the guest has ended.
+/// Where to end the search for the memory of a guest that may have `most` pages.
 pub fn end(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> Result<u64, CallError> {
     let looked_at = most.0.saturating_mul(2).saturating_add(HOLES_MOST);
     Ok(hypervisor.last_frame(domain)?.0.saturating_add(1).min(looked_at))
@@ -58,7 +56,7 @@ pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -
         }
         next += ASKED * STEP;
     }
-    // The last frames lie beyond the last frame that we asked about.
+    // Some frames come after the last one that we asked about.
     if let Some((last, true)) = before.filter(|_| next >= end) {
         let behind: Vec<u64> = (last + 1..end).collect();
         let edge = ask(hypervisor, domain, &behind)?.into_iter().find(|&(_, is)| !is);
@@ -82,7 +80,7 @@ struct Found {
 }
 
 impl Found {
-    /// Notes that frames from this one on are populated, or no longer are.
+    /// Records that the frames from this one on are populated, or no longer are.
     fn change(&mut self, frame: u64, is: bool) {
         if is {
             self.begun = Some(frame);
@@ -97,7 +95,7 @@ mod tests {
     use super::*;
     use crate::model::{Event, Model, page};
 
-    /// The ranges that we find in a guest with these frames: first frame and end.
+    /// The ranges that we find in a guest with these frames, as first frame and end.
     fn found(populated: &[(u64, u64)]) -> Vec<(u64, u64)> {
         let mut model = Model::new(0);
         let last = populated.iter().map(|range| range.1).max().unwrap();

@@ -1,19 +1,17 @@
-//! The order of calls that shares pages without harming a guest's data or the hypervisor.
-//!
-//! The hypervisor compares nothing. So we nominate pages first, then compare them, then share them by the handles of
-//! the nominations: a page that's written in between loses its handle, and the hypervisor refuses it. We never rely on
-//! anything read before the nominations.
+//! The hypervisor compares nothing. So we first nominate pages, then compare them, and then share them by the handles
+//! from the nominations. If a page is written in between, it loses its handle, and the hypervisor refuses it. We never
+//! rely on anything read before the nominations.
 //!
 //! The hypervisor replaces the client's frame in every page that has it, and panics (a lock taken in the wrong order)
-//! if one of those pages belongs to a guest other than the two we name. So a client must have its frame alone. Handles
-//! come from a counter, so a handle newer than all before it belongs to a frame that was nominated just now and has one
-//! page. Its frame stays single until it's the source of a share. We know nothing about a frame with an older handle
-//! that we haven't recorded: it can only be a source. This covers everything shared before this run, and holds only
-//! while no other program shares memory on the machine.
+//! if one of those pages belongs to a guest other than the two that we name. So a client must be the only page of its
+//! frame. Handles come from a counter. So if a handle is newer than all before it, its frame was nominated just now and
+//! has one page. The frame keeps this one page until it's the source of a share. If a handle is older and we haven't
+//! recorded it, we know nothing about its frame, so that can only be a source. This covers everything shared before
+//! this run, and holds only while no other program shares memory on the machine.
 //!
-//! Within one guest, we don't share pages with a frame that another guest has too. We name a page of that other guest
-//! as the source instead, if we know one. We then nominate and compare that page: the page that it stands for may have
-//! been written, while its frame lives on in the others.
+//! Within one guest, we don't share pages with a frame that another guest has, too. Instead we name a page of that
+//! other guest as the source, if we know one. We then nominate and compare that page, not the one that it stands for:
+//! somebody may have written that one, while its frame lives on in the others.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Handle, Hypervisor, Nominated};
 use pagefold_engine::hash::PageBytes;
@@ -21,10 +19,11 @@ use pagefold_engine::host::Merging;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 
-/// Pages compared at a time. Mapping one page costs 30 k instructions alone and 4.5 k in batches from 64 on.
+/// How many pages we compare at a time. Mapping a page costs 30 k instructions alone, and 4.5 k in batches of 64 or
+/// more.
 const BATCH: usize = 256;
 
-/// The most frames that we remember. Beyond this we forget all of them, which makes them sources only.
+/// How many frames we remember. Beyond this we forget all of them, and can then only use them as sources.
 const FRAMES_MOST: usize = 1 << 22;
 
 /// Two pages that the caller says are equal.
@@ -36,7 +35,7 @@ pub struct Pair {
     pub keep: GuestPage,
 }
 
-/// Frames of two guests to compare.
+/// Two frames to compare.
 #[derive(Clone, Copy, Debug)]
 struct Compared {
     /// The number of the pair.
@@ -48,14 +47,14 @@ struct Compared {
 /// Our record of a frame.
 #[derive(Debug)]
 enum Frame {
-    /// Nominated in this run and no source yet: this page alone has it.
+    /// We nominated the frame in this run, and it hasn't been a source. Only this page has it.
     Single(GuestPage),
     /// The frame was a source.
     Source(Sharers),
 }
 
-/// The guests that have a frame, each with a page that had it when we last heard of it. If the frame was shared before
-/// this run, we may not know all its guests, but we know two.
+/// The guests that have a frame, each with a page that had it when we last looked. If the frame was shared before this
+/// run, we may not know all its guests, but we know that there are two.
 #[derive(Debug, Default)]
 struct Sharers {
     known: Vec<(DomainId, Option<GuestPage>)>,
@@ -69,16 +68,16 @@ impl Sharers {
         }
     }
 
-    /// Whether no other guest has the frame.
+    /// Whether this is the only guest known to have the frame.
     fn only(&self, domain: DomainId) -> bool {
         self.known.iter().all(|&(known, _)| known == domain)
     }
 }
 
-/// Shares pages. Only one may run at a time on a machine.
+/// Shares pages. Only one sharer may run on a machine at a time.
 #[derive(Debug, Default)]
 pub struct Sharer {
-    /// The newest handle seen. `None` until the hypervisor has given one out in this run.
+    /// The newest handle that we've seen. `None` until the hypervisor has given out one in this run.
     newest: Option<Handle>,
     frames: FxHashMap<Handle, Frame>,
     /// The contents of the sources of a batch.
@@ -91,7 +90,7 @@ impl Sharer {
         Self::default()
     }
 
-    /// Shares pages with pages equal to them. Returns the outcome of each pair.
+    /// Shares pages that are equal. Returns the outcome of each pair.
     pub fn merge(&mut self, hypervisor: &mut impl Hypervisor, pairs: &[Pair]) -> Vec<Merging> {
         if self.frames.len() > FRAMES_MOST {
             self.frames.clear();
@@ -123,7 +122,7 @@ impl Sharer {
         let named = self.nominate_all(hypervisor, batch, &mut handles, results);
         for number in self.compare(hypervisor, &named, results) {
             let Some((source, client)) = named[number] else { continue };
-            // Another pair of the batch may have been shared meanwhile.
+            // Meanwhile we may have shared another pair of the batch.
             let [source_now, client_now] = [source, client].map(|side| handles.get(&side.page).copied());
             results[number] = if source_now == client_now {
                 Merging::Shared
@@ -146,7 +145,8 @@ impl Sharer {
         results: &mut [Merging],
     ) -> Vec<Option<(Nominated, Nominated)>> {
         let mut named = vec![None; batch.len()];
-        // A page that can't be nominated costs a call, and we couldn't share its partner with it anyway.
+        // We remember pages that can't be nominated: trying again costs a call, and we couldn't share a partner with
+        // them anyway.
         let mut unfit: FxHashMap<GuestPage, Merging> = FxHashMap::default();
         for (number, Pair { take, keep }) in batch.iter().enumerate() {
             if take == keep {
@@ -156,15 +156,15 @@ impl Sharer {
             match self.nominate_pair(hypervisor, *take, *keep, handles, &mut unfit) {
                 Ok(found) => named[number] = Some(found),
                 Err(Some(merging)) => results[number] = merging,
-                // If there's no memory we don't try the rest.
+                // Without memory we don't try the rest.
                 Err(None) => break,
             }
         }
         named
     }
 
-    /// Nominates the pages of a pair. Returns the source and the client, or the pair's outcome if we mustn't compare
-    /// them; `None` if there's no memory.
+    /// Nominates the pages of a pair. Returns the source and the client. The error is the pair's outcome if we mustn't
+    /// compare them, or `None` if there's no memory.
     fn nominate_pair(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -179,7 +179,7 @@ impl Sharer {
             return Err(Some(Merging::Shared));
         }
         let (source, client) = self.roles(take, keep).ok_or(Some(Merging::Ineligible))?;
-        // The page that stands in for the named one may have been written.
+        // Somebody may have written the page that stands in for the named one.
         let nominated = self.nominate_once(hypervisor, source.page, handles, unfit)?;
         if nominated != source {
             self.lose(source);
@@ -188,7 +188,8 @@ impl Sharer {
         Ok((source, client))
     }
 
-    /// Nominates a page, unless an earlier pair of the batch has done so, or has found that it can't be.
+    /// Nominates a page, unless an earlier pair of the batch has done so, or has found that the page can't be
+    /// nominated.
     fn nominate_once(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -213,8 +214,8 @@ impl Sharer {
     }
 
     fn nominate(&mut self, hypervisor: &mut impl Hypervisor, page: GuestPage) -> Result<Handle, CallError> {
-        // The first handle of a run tells nothing of its age. If the page was neither nominated nor shared before, we
-        // know it's new.
+        // The first handle of a run doesn't show how old it is. It's new if the page was neither nominated nor shared
+        // before.
         let was_shared = self.newest.is_none() && hypervisor.sharers(page)?.is_some();
         let handle = hypervisor.nominate(page)?;
         if !was_shared && self.newest.is_none_or(|newest| handle > newest) {
@@ -224,7 +225,7 @@ impl Sharer {
         Ok(handle)
     }
 
-    /// Compares the nominated pages, once all of them are, batched by guests. Returns the numbers of the equal pairs.
+    /// Compares the pages, all of which are nominated, batched by guests. Returns the numbers of the equal pairs.
     fn compare(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -295,7 +296,7 @@ impl Sharer {
         handles.insert(client.page, source.handle);
         let mut sharers = match self.frames.remove(&source.handle) {
             Some(Frame::Source(sharers)) => sharers,
-            // If we don't know the frame, it has two guests.
+            // A frame that we don't know already has two guests.
             Some(Frame::Single(_)) | None => Sharers::default(),
         };
         sharers.add(source.page);
@@ -312,15 +313,15 @@ impl Sharer {
         }
     }
 
-    /// The source and the client of a share that's safe however else the frames are shared: the page to keep is the
-    /// source, if possible.
+    /// Chooses source and client so that sharing is safe however else the frames are shared. If possible, the page to
+    /// keep is the source.
     fn roles(&self, take: Nominated, keep: Nominated) -> Option<(Nominated, Nominated)> {
         [(keep, take), (take, keep)]
             .into_iter()
             .find_map(|(source, client)| Some((self.source(source, client)?, client)))
     }
 
-    /// The page to name as the source, if `client` can be shared with the frame of `source`.
+    /// Finds the page to name as the source, if we can share `client` with the frame of `source`.
     fn source(&self, source: Nominated, client: Nominated) -> Option<Nominated> {
         let is_single = matches!(self.frames.get(&client.handle), Some(Frame::Single(page)) if *page == client.page);
         if !is_single {

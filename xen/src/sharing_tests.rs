@@ -43,11 +43,11 @@ fn a_page_is_shared_with_many_in_one_batch_and_within_a_guest() {
 fn pages_of_a_guest_join_a_frame_of_several_through_another_guest() {
     let mut model = model(&[&[7; 3], &[7; 3]]);
     let mut sharer = Sharer::new();
-    // Guest 2 already has a page with the frame of (1, 0) when another page of guest 1 comes.
+    // Guest 2 already has a page with the frame of (1, 0) when we share another page of guest 1.
     for pairs in [pair((2, 0), (1, 0)), pair((1, 1), (1, 0)), pair((1, 2), (1, 1))] {
         assert_eq!(sharer.merge(&mut model, &[pairs]), [Merging::Merged]);
     }
-    // Guest 2's known page with the frame is written: then there's none to name.
+    // Somebody writes guest 2's known page with the frame. Then there's none to name.
     model.act(Event::Write(page(2, 0), 1));
     model.act(Event::Write(page(1, 2), 7));
     assert_eq!(sharer.merge(&mut model, &[pair((1, 2), (1, 1))]), [Merging::Busy]);
@@ -60,8 +60,8 @@ fn a_page_that_stands_for_another_one_is_compared_itself() {
     let mut model = model(&[&[7, 9], &[7]]);
     let mut sharer = Sharer::new();
     assert_eq!(sharer.merge(&mut model, &[pair((2, 0), (1, 0))]), [Merging::Merged]);
-    // We name and nominate (1, 0), which is then written and so equals (1, 1). But the page that we name to the
-    // hypervisor is (2, 0).
+    // We name and nominate (1, 0). Then it's written, and so equals (1, 1). But the page that we name to the hypervisor
+    // is (2, 0).
     model.events = [Event::Nothing, Event::Nothing, Event::Nothing, Event::Write(page(1, 0), 9)].into();
     assert_eq!(sharer.merge(&mut model, &[pair((1, 1), (1, 0))]), [Merging::Differs]);
     model.check();
@@ -73,10 +73,10 @@ fn what_was_shared_before_this_run_is_never_replaced() {
     let first = [pair((2, 0), (1, 0)), pair((3, 1), (2, 1))];
     assert_eq!(Sharer::new().merge(&mut model, &first), [Merging::Merged; 2]);
     let mut restarted = Sharer::new();
-    // Both frames are old. The newer one is no newer than this run.
+    // Both frames are older than this run, also the newer one.
     assert_eq!(restarted.merge(&mut model, &[pair((2, 0), (2, 1))]), [Merging::Ineligible]);
     assert_eq!(restarted.merge(&mut model, &[pair((3, 1), (1, 0))]), [Merging::Ineligible]);
-    // A new page joins either.
+    // A new page can join either frame.
     assert_eq!(restarted.merge(&mut model, &[pair((3, 0), (1, 0))]), [Merging::Merged]);
     assert_eq!(restarted.merge(&mut model, &[pair((1, 1), (2, 1))]), [Merging::Merged]);
     assert_eq!(restarted.merge(&mut model, &[pair((1, 1), (1, 0))]), [Merging::Ineligible]);
@@ -88,7 +88,7 @@ fn the_page_that_others_were_shared_with_is_kept() {
     let mut model = model(&[&[7; 2], &[7; 2], &[7; 2]]);
     let mut sharer = Sharer::new();
     assert_eq!(sharer.merge(&mut model, &[pair((2, 0), (1, 0))]), [Merging::Merged]);
-    // If we name them the other way round, the new page is replaced.
+    // If we name the pages the other way round, the new page is still the one that's replaced.
     assert_eq!(sharer.merge(&mut model, &[pair((1, 0), (3, 0))]), [Merging::Merged]);
     assert_eq!(model.saved(), 2);
     model.check();
@@ -115,7 +115,7 @@ fn pages_are_mapped_once_for_all_that_are_compared_with_them() {
     assert_eq!((model.saved(), model.mappings, model.nominations), (200, 201, 201));
 }
 
-/// The tests above and below would see it.
+/// Shows that the model would catch mistakes, so the tests above and below mean something.
 mod the_model_finds {
     use super::*;
 
@@ -191,7 +191,8 @@ fn steps() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
-    /// No sequence of calls reaches the BUG, and no page written between any two of them is shared wrongly.
+    /// No sequence of calls makes the hypervisor panic, and if a page is written between any two of them, it's not
+    /// shared wrongly.
     #[test]
     fn whatever_guests_do_the_hypervisor_lives_and_data_is_right(
         contents in prop::collection::vec(0..3_u8, 20),
@@ -221,7 +222,7 @@ proptest! {
                     model.act(Event::Destroy(DomainId(guest)));
                     sharer.forget(DomainId(guest));
                 }
-                // The hypervisor reuses numbers only after all others, but the rule doesn't depend on that.
+                // The real hypervisor reuses a number only after all others, but our rules don't depend on that.
                 Step::Create(guest, contents) => {
                     model.act(Event::Destroy(DomainId(guest)));
                     model.create(guest, "guest", &contents);

@@ -4,31 +4,28 @@ use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor}
 use crate::ranges::end;
 use pagefold_engine::units::{Pages, count};
 
-/// Pages to give back before we look again at the memory left.
+/// How many pages we give back before we check again how much memory is left.
 const BATCH: usize = 256;
-/// Frames to look at before we ask the hypervisor whether any of the guest's pages is still shared.
+/// How many frames we look at before we ask the hypervisor whether any of the guest's pages is still shared.
 const ASK_AFTER: u64 = 4_096;
 
 /// The pages that we gave back to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
-    /// Pages that were shared and are the guest's own.
+    /// How many pages were shared and are now the guest's own.
     pub pages: Pages,
-    /// Pages that are still shared, because too little memory would have been left.
+    /// How many pages are still shared, because too little memory would have been left.
     pub left: Pages,
 }
 
-/// Gives back all shared pages of a guest, as long as the hypervisor has `keep` memory left.
-///
-/// # Errors
-/// If the guest has ended, or the hypervisor doesn't tell how much it has left.
+/// If the guest has ended, or the hypervisor doesn't say how much memory is left.
 pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) -> Result<GivenBack, CallError> {
     let domain = guest.id;
     let mut given = GivenBack::default();
     let mut batch = Batch::default();
     // We look at all frames until we've found all shared pages, not only at ranges: a guest may have given back the
-    // memory around them. If the guest writes to a shared page, the page becomes its own, so we don't find them all,
-    // and there may be holes of a million frames behind them.
+    // memory around them. If the guest writes to a shared page, the page becomes its own. So we may never find as many
+    // as we expect, and there may be holes of a million frames behind the last one.
     let mut found = Pages(0);
     for frame in (0..end(hypervisor, domain, guest.most)?).map(Gfn) {
         if found >= guest.shared {
@@ -43,7 +40,7 @@ pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) ->
         let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
         found += Pages(1);
         batch.frames.push(frame);
-        // A page that has its frame alone becomes the guest's own again without a copy.
+        // If no other page has the frame, the page becomes the guest's own again without a copy.
         batch.copies += u64::from(sharers > 1);
         if batch.frames.len() == BATCH {
             give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
@@ -144,7 +141,7 @@ mod tests {
     #[test]
     fn what_a_guest_has_hidden_since_is_given_back() {
         let mut model = shared(1000);
-        // Patches of eight pages are left, too short for ranges.
+        // Patches of eight pages remain, too short for ranges.
         for frame in (0..1024).filter(|frame| frame % 64 >= 8) {
             model.act(Event::Release(page(2, frame)));
         }

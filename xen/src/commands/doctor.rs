@@ -1,4 +1,4 @@
-//! `pagefold-xen doctor`: whether these guests can share memory, and the changes to make if they can't.
+//! `pagefold-xen doctor`: shows whether these guests can share memory, and what to change if they can't.
 
 use super::{ScopeArgs, open};
 use pagefold::commands::doctor::Doctor;
@@ -85,8 +85,8 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     }
 }
 
-/// Finds out why a guest can't share memory. To learn the hypervisor's opinion we allow sharing for a moment, unless
-/// that could disturb another pagefold.
+/// Finds out why a guest can't share memory. To ask the hypervisor, we allow sharing for a moment, unless that could
+/// disturb another pagefold.
 fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding, bool) {
     let who = format!("guest {} ({})", printable(guest.name.as_bytes()), guest.domain.id);
     let refused = match unfit(&guest.domain) {

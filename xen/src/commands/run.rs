@@ -59,7 +59,7 @@ impl RunArgs {
 
 /// Runs until something stops it, and returns the exit code.
 pub fn run(own: &RunArgs) -> Result<u8> {
-    // Signal handlers first: from here on the run always ends in an orderly way.
+    // We set signal handlers first, so from here on the run always ends in an orderly way.
     let start = Start::of("pagefold-xen")?;
     start.signals.on(signal_hook::consts::SIGHUP, &start.signals.stop)?;
     let args = &own.of_daemon();
@@ -80,7 +80,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let config = Config { mechanism: Mechanism::Request, ..settings.config.clone() };
     let facts = RunFacts { scope: own.scope.to_string(), ..RunFacts::new(args.dry_run, &settings.scope, &config) };
     let outputs = start.open(args, settings)?;
-    // From here on we only need files that are already open.
+    // We can give up rights now, because from here on we only need files that are already open.
     preflight::give_up_rights(&[])?;
     messages::start().context("cannot start the thread for messages")?;
     let clock = LiveClock::new(outputs.signals.stop.clone(), outputs.signals.woken.clone());

@@ -18,14 +18,14 @@ use pagefold_xen::hypervisor::{CallError, Gfn, GuestPage, Hypervisor};
 use pagefold_xen::library::Xen;
 use pagefold_xen::ranges::{Range, ranges};
 
-/// The tables' name for guest memory.
+/// What tables call guest memory.
 const KIND: &str = "guest memory";
-/// Pages to read at a time.
+/// How many pages we read at a time.
 const BATCH: usize = 256;
 /// Why we leave out a guest that ended during the scan.
 const ENDED: &str = "has ended";
 
-/// A guest, and the facts that we know before we read its pages.
+/// A guest, and what we know of it before we read its pages.
 struct Surveyed {
     guest: InScope,
     ranges: Vec<Range>,
@@ -99,7 +99,7 @@ fn scan(args: &ScanArgs) -> Result<ScanReport> {
     Ok(ScanReport { cgroups: Vec::new(), workloads: Vec::new(), of: ("guest", "guests"), ..report })
 }
 
-/// The row of a guest, without figures.
+/// A guest's row, still without figures.
 fn row(surveyed: &Surveyed) -> ProcessRow {
     let domain = &surveyed.guest.domain;
     let mut excluded = Vec::new();

@@ -11,8 +11,8 @@ use pagefold_text::style;
 use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::unshare::unshare;
 
-/// We keep this part of the machine's memory, even if pages stay shared: guests that write to shared pages wait for
-/// memory when there's none.
+/// We leave one part in this many of the machine's memory free, even if pages stay shared: with no memory free, a guest
+/// that writes to a shared page has to wait.
 const KEEP_PART: u64 = 64;
 
 #[derive(Clone, Debug, clap::Args)]
