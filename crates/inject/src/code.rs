@@ -26,8 +26,8 @@ pub struct Code {
 }
 
 impl Code {
-    /// Opens the process's memory by the files of its thread `tid`: the process's own files are empty once its main
-    /// thread has ended.
+    /// Opens the process's memory through the /proc files of its thread `tid`: the process's own files are empty once
+    /// its main thread has ended.
     pub fn open(process: &Process, tid: i32) -> Result<Self, ReadError> {
         let memory = process.open_file(&format!("task/{tid}/mem"))?;
         Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })

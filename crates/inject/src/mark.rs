@@ -1,5 +1,5 @@
 //! Marks a process from outside with a plain `madvise`, without the pacing and checks of the live host. For experiments
-//! that mark their own programs, as another program like pagefold would.
+//! and the demonstration, which mark programs that they've started.
 
 use crate::{Call, InjectError, Limits, inject};
 use pagefold_engine::units::{Bytes, Pages, Vpn};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 /// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many processes we can't release at this moment ([`super::InjectError::Held`]). This process must not end before
-/// it's 0.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). While there are any, this process
+/// must not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }

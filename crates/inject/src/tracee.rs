@@ -500,7 +500,7 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// The code that a thread runs with borrowed registers: lengths of `mov $15, %rax; syscall`, and of `syscall; ret` with
+/// How long the code is that a thread runs with borrowed registers: `mov $15, %rax; syscall`, and `syscall; ret` with
 /// the address after it.
 const SIGRETURN_LENGTH: u64 = 10;
 const SYSCALL_LENGTH: u64 = 3;

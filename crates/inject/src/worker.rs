@@ -5,8 +5,8 @@
 //! process that started it has ended (end of file), but never while it holds a target.
 //!
 //! The process that uses the injector either starts it ([`super::injector`]) or connects to a socket, where a service
-//! manager starts one for each connection. That keeps the injector out of the seccomp filters of a hardened service: no
-//! tracer under such a filter may suspend its targets' filters.
+//! manager starts one for each connection. Started by the manager, the injector stays out of the seccomp filters of a
+//! hardened service: no tracer under such a filter may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.

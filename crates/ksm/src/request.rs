@@ -129,9 +129,9 @@ impl Carrier {
 /// What replaces the pages of a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kept<'a> {
-    /// Page by page, the pages from this address of this process on.
+    /// The pages of this process from this address on, one for each page of the range.
     Run(BorrowedFd<'a>, u64),
-    /// For all of them, the page at this address of this process.
+    /// The page at this address of this process, for all pages of the range.
     Page(BorrowedFd<'a>, u64),
     /// The kernel's zero page.
     Zero,

@@ -1,5 +1,5 @@
-//! After a cycle, each region's decision says what the next cycle will do if nothing else changes. A decision's time
-//! only changes with its verb or reason, and the log has each change.
+//! After a cycle, each region's decision says what the next cycle will do if nothing else changes. A decision keeps its
+//! time until its verb or reason changes, and the log has each change.
 
 mod common;
 

@@ -191,8 +191,8 @@ fn workers_that_diverge_and_come_back_are_merged_again() {
     }
 }
 
-/// The index may know the workers' old contents from the workers' own pages. When these come back, the rest of their
-/// family mustn't be left with a copy of its own.
+/// The index may know the workers' old contents from the workers' own pages. When the workers return to these contents,
+/// the rest of their family mustn't be left with a copy of its own.
 #[test]
 fn workers_that_come_back_at_once_leave_nobody_behind() {
     let mut families = Families::new(4);
