@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use url::Url;
 
-/// The files that a query couldn't read, by name, because it may try one several times.
+/// The files that queries couldn't read. By name, because a query may try a file several times.
 #[derive(Clone, Debug, Default)]
 pub struct Lost(Arc<Mutex<BTreeMap<String, LeftOut>>>);
 

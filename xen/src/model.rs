@@ -50,7 +50,7 @@ pub struct Model {
     pub nominations: u64,
     pub shares: u64,
     pub mappings: u64,
-    /// About how many frames somebody asked whether they're populated, and how many share them.
+    /// How many frames somebody has asked about: whether they're populated, and how many pages share them.
     pub asked: u64,
     pub looked_at: u64,
 }

@@ -1,8 +1,8 @@
 //! Finds which of a guest's frames are populated, as ranges. These are the engine's regions.
 //!
-//! We ask about every 32nd frame. Where two of these differ we ask about the frames between them. So we miss a hole or
-//! a patch between two that are alike. That does no harm: when we read pages of a hole we find them absent, and nobody
-//! looks at a patch.
+//! We ask about every 32nd frame. Where two of these differ we ask about the frames between them. So between two that
+//! are alike we miss a hole, or a patch of populated frames. That does no harm: when we read pages of a hole we find
+//! them absent, and nobody looks at a patch.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
 use pagefold_engine::units::Pages;

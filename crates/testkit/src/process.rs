@@ -81,8 +81,8 @@ pub fn kib(path: &str, name: &str) -> u64 {
     fields::kib(&fs::read(path).unwrap(), name).unwrap_or_else(|error| panic!("{name} in {path}: {error}"))
 }
 
-/// How many bytes of frames anonymous memory of these processes takes. A frame that several share counts in parts.
-/// Ended processes count 0.
+/// How many bytes of frames the anonymous memory of these processes takes. A frame that several share is divided among
+/// them (Pss). Ended processes count 0.
 pub fn held(pids: &[i32]) -> u64 {
     let rollups = pids.iter().filter_map(|pid| fs::read(format!("/proc/{pid}/smaps_rollup")).ok());
     rollups.map(|rollup| fields::kib(&rollup, "Pss_Anon").unwrap_or(0) << 10).sum()

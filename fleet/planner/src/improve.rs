@@ -17,7 +17,7 @@ const PARTNERS: usize = 12;
 /// workloads could take hours.
 const LOOK_UPS: u64 = 64;
 
-/// At which count of looked-up contents a search that begins now must end.
+/// The count of looked-up contents at which a search that begins now must end.
 pub(crate) fn most_look_ups(placement: &Placement<'_>) -> u64 {
     let units = placement.fleet().unit_ids();
     let held: usize = units.map(|unit| placement.contents().of_unit(unit).len()).sum();

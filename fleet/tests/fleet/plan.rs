@@ -148,7 +148,7 @@ fn a_lie_does_not_overfill_a_host() {
             now.map(|(name, _)| name)[..4].iter().copied().filter(|name| then[*name] == host).collect();
         assert!(large.len() <= 2, "{plan}");
     }
-    // The report doesn't show more in common with the large one than the liar has.
+    // The liar has no more in common with the large workload than it holds itself.
     let report = json("report", dir.path(), &[]);
     for pair in report["pairs"].as_array().unwrap() {
         let held = pair["held_bytes"].as_f64().unwrap().min(pair["other_held_bytes"].as_f64().unwrap());

@@ -109,7 +109,7 @@ pub fn forgive() -> bool {
     BAD.swap(0, Relaxed) == 4
 }
 
-/// Sets the alternate stack to all of its memory, or to a part of it. We can tell the two settings apart.
+/// Sets the alternate stack to all of its memory, or to a part of it: two settings that we can tell apart.
 pub fn alternate_stack(whole: bool) -> (usize, usize) {
     let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
     let size = STACK_BYTES - if whole { 0 } else { 8192 };
