@@ -27,12 +27,10 @@ enum Command {
     Verify(verify::VerifyArgs),
 }
 
-/// The command line.
 pub fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Runs the program.
 pub fn main() -> ExitCode {
     let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,

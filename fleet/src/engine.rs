@@ -44,7 +44,6 @@ impl Engine {
         Ok(Self { session, workloads, lost })
     }
 
-    /// The number of workloads.
     pub fn workloads(&self) -> usize {
         self.workloads
     }

@@ -12,7 +12,6 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// `pagefold.fleet.plan/1`.
 pub const SCHEMA: &str = "pagefold.fleet.plan/1";
 
 /// The plan as JSON. Sizes are in bytes.

@@ -10,7 +10,6 @@ use pagefold_text::table::{Table, cell, spaced};
 use serde::Serialize;
 use std::fmt;
 
-/// `pagefold.fleet.report/1`.
 pub const SCHEMA: &str = "pagefold.fleet.report/1";
 
 /// The report as JSON. Sizes are in bytes.

@@ -6,7 +6,6 @@ use thiserror::Error;
 /// The longest file, bytes.
 pub const MOST_BYTES: u64 = 1 << 20;
 
-/// The rules in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rules {

@@ -11,7 +11,6 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// `pagefold.fleet.verify/1`.
 pub const SCHEMA: &str = "pagefold.fleet.verify/1";
 
 /// The comparison as JSON. Sizes are in bytes.

@@ -57,7 +57,6 @@ pub enum SelectError {
     /// The text is not a name or number.
     #[error("\"{0}\" is not a guest's name or number, nor one with @ and a trust domain behind it")]
     Malformed(String),
-    /// Dom0 isn't a guest.
     #[error("the memory of dom0 cannot be shared")]
     Dom0,
     /// There's no guest of this name or number.

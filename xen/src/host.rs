@@ -172,7 +172,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         &self.trusts
     }
 
-    /// Xen's own figures.
     pub fn figures(&self) -> XenView {
         XenView {
             saved_bytes: self.memory.saved.bytes().0,

@@ -64,7 +64,6 @@ pub struct Domain {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MachineMemory {
-    /// The machine's memory.
     pub total: Pages,
     /// How much memory the hypervisor has left.
     pub free: Pages,
@@ -86,7 +85,6 @@ pub enum Refusal {
     /// A device of the machine accesses the guest's memory directly.
     #[error("a device is passed through to it")]
     Passthrough,
-    /// Another reason.
     #[error("{0}")]
     Call(#[from] CallError),
 }
@@ -109,7 +107,6 @@ pub enum CallError {
     /// Someone wrote the page that we wanted to keep.
     #[error("the page to keep was written")]
     SourceChanged,
-    /// The hypervisor has no memory left.
     #[error("the hypervisor has no memory left")]
     NoMemory,
     /// The hypervisor was built without the option.
@@ -118,7 +115,6 @@ pub enum CallError {
     /// The caller isn't root, or this isn't dom0.
     #[error("not permitted; run as root in dom0")]
     Denied,
-    /// Anything else.
     #[error("{call}: {error}")]
     Other { call: &'static str, error: io::Error },
 }

@@ -72,7 +72,6 @@ impl Model {
         }
     }
 
-    /// Gives a guest another page.
     pub fn place(&mut self, page: GuestPage, content: Content) {
         let number = self.allocate(content);
         self.attach(page, number);

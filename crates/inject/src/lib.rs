@@ -123,7 +123,6 @@ pub struct InjectionReport {
     pub stops: u32,
     /// The longest stop, from the last check that found the thread running until we resumed it, nanoseconds.
     pub longest_stop_ns: u64,
-    /// The sum of all stops, nanoseconds.
     pub total_stop_ns: u64,
     #[serde(default)]
     pub stop_lengths: StopLengths,
@@ -195,7 +194,6 @@ pub enum InjectError {
     Held { pid: i32 },
     #[error("process {pid} runs 32-bit code, which is not supported; exclude it")]
     Compat { pid: i32 },
-    /// We can't suspend the process's seccomp filter.
     #[error(
         "process {pid} has a seccomp filter that cannot be suspended; run with CAP_SYS_ADMIN and outside any seccomp filter"
     )]
@@ -223,7 +221,6 @@ pub enum InjectError {
         "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
     )]
     WorkerSilent,
-    /// The injector's reply doesn't follow our protocol.
     #[error("the injector process sent a malformed reply ({what}); both ends must be the same program")]
     Protocol { what: String },
 }

@@ -45,7 +45,6 @@ pub struct Unmerged {
     pub unmarked: Bytes,
     /// How much memory we've unmerged. Includes zero pages only where the kernel counts them per process (6.10).
     pub given_back: Bytes,
-    /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
     pub mappings: Vec<UnmarkedMapping>,
 }

@@ -142,7 +142,6 @@ fn in_group(place: Place, pid: i32, over: &AtomicBool) -> Result<(), String> {
     Ok(())
 }
 
-/// Injects into a target of this kind.
 fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
     let mut outcome = Outcome::default();
     let mut victim = match Victim::try_start(&["hostile", kind.mode]) {

@@ -16,7 +16,6 @@ use std::str::FromStr;
 use thiserror::Error;
 use tracing::debug;
 
-/// KSM's directory in sysfs.
 pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
 
 /// Why we couldn't read or write a file of KSM.

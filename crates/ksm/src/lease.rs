@@ -61,7 +61,6 @@ pub enum OtherDriver {
 pub struct KsmPaths {
     pub lock: PathBuf,
     pub state: PathBuf,
-    /// `/proc`.
     pub proc_root: PathBuf,
 }
 
@@ -202,7 +201,6 @@ impl KsmLease {
         outcome
     }
 
-    /// The path of the state file.
     pub fn state_path(&self) -> &Path {
         &self.writer.state_path
     }

@@ -142,7 +142,6 @@ pub enum Kept<'a> {
 pub struct Range<'a> {
     /// A pidfd of the process whose pages are replaced.
     pub process: BorrowedFd<'a>,
-    /// Address of the first page.
     pub address: u64,
     pub pages: u32,
     pub kept: Kept<'a>,
@@ -161,7 +160,6 @@ pub struct Merged {
 #[derive(Clone, Copy, Debug)]
 pub struct Hashed<'a> {
     pub process: BorrowedFd<'a>,
-    /// Address of the first page.
     pub address: u64,
     /// The key of the hash. It also determines in which order we hash a page's cache lines.
     pub key: u64,

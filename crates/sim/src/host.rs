@@ -32,7 +32,6 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
 
-/// A simulated machine.
 #[derive(Debug)]
 pub struct SimHost {
     now_ns: u64,
@@ -138,7 +137,6 @@ impl SimHost {
         child
     }
 
-    /// Ends a process now.
     pub fn exit(&mut self, owner: OwnerKey) {
         let record = &mut self.memory.owners[owner.0 as usize];
         if std::mem::replace(&mut record.exited, true) {
@@ -162,7 +160,6 @@ impl SimHost {
         offset.is_some()
     }
 
-    /// Pins or unpins pages.
     pub fn pin(&mut self, span: Span, pinned: bool) {
         let Some(region) = self.memory.region_mut(span.region.0) else { return };
         for page in span.first.0..span.first.0 + span.pages.0 {

@@ -52,17 +52,12 @@ pub struct Alike {
     pub distinct_from: u32,
 }
 
-/// The settings of a simulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
 pub struct Knobs {
-    /// KSM's `use_zero_pages`.
     pub use_zero_pages: bool,
-    /// KSM's `smart_scan`.
     pub smart_scan: bool,
-    /// KSM's `max_page_sharing`.
     pub max_page_sharing: u32,
-    /// KSM's `merge_across_nodes`.
     pub merge_across_nodes: bool,
     /// How ksmd's trees are divided.
     pub forest: Forest,

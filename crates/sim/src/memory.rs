@@ -33,7 +33,6 @@ pub struct MergedFrame {
     pub(crate) items: u32,
     /// Whether ksmd has removed the frame from the stable tree. We keep it until no record refers to it.
     pub(crate) pruned: bool,
-    /// The memory node it is on.
     pub(crate) node: NodeKey,
     /// The process whose copy was kept. The frame stays charged to this process's cgroup.
     pub(crate) payer: u32,
@@ -185,7 +184,6 @@ impl Memory {
         }
     }
 
-    /// Writes a whole page.
     pub fn write(&mut self, key: u32, page: u32, content: u64) {
         self.write_parts(key, page, content, u8::MAX);
     }

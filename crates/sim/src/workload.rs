@@ -24,7 +24,6 @@ macro_rules! setters {
     };
 }
 
-/// A process to simulate.
 #[derive(Clone, Debug, Default)]
 pub struct Process {
     pub(crate) start_ns: u64,
@@ -66,7 +65,6 @@ impl Process {
     }
 }
 
-/// A region to simulate.
 #[derive(Clone, Debug)]
 pub struct Mapping {
     pub(crate) pages: Pages,
@@ -138,7 +136,6 @@ pub struct Replica {
     pub template: u64,
     /// The share of common contents in each extent. Longer regions repeat the list.
     pub density: Vec<Permyriad>,
-    /// The share of pages of zeros.
     pub zeros: Permyriad,
     /// The mean length of a run of common pages, if the density permits it.
     pub run: u32,
@@ -146,10 +143,8 @@ pub struct Replica {
     pub shift: u32,
 }
 
-/// How a process uses a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Behaviour {
-    /// Never writes.
     Static,
     /// Writes one page after another with the content that it already has, which breaks merges and changes nothing.
     CowBreaker {
@@ -165,14 +160,12 @@ pub enum Behaviour {
     Churn {
         /// The share of the region's pages written per second.
         per_second: Permyriad,
-        /// The new contents.
         writes: Writes,
     },
     /// Rewrites random pages, less often.
     Turnover {
         /// How long the process takes to make as many writes as the region has pages.
         every_ns: u64,
-        /// The new contents.
         writes: Writes,
     },
 }

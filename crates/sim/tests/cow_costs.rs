@@ -109,7 +109,6 @@ fn shared(version: u64, place: u64) -> u64 {
     (version + 1) << 24 | (place + 1)
 }
 
-/// A content that no other page has.
 fn unique(process: u32, number: u64) -> u64 {
     (u64::from(process) + 1) << 56 | (number + 1)
 }

@@ -61,7 +61,6 @@ impl Families {
         self.run(8);
     }
 
-    /// Writes to all pages of a process.
     fn write(&mut self, owner: OwnerKey, content: impl Fn(u64) -> u64) {
         for region in self.sim.regions_of(owner) {
             let first = self.sim.span_of(region).expect("it is there").first;

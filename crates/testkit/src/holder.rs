@@ -36,7 +36,6 @@ pub struct Holder {
     program: Script,
     /// The number of the process's first page: its address divided by the page size.
     pub first: u64,
-    /// How many pages the process has.
     pub pages: u64,
 }
 
@@ -105,7 +104,6 @@ impl Holder {
         self.change(Change::Write { first, pages, content, step: 1 });
     }
 
-    /// Fills pages with zeros.
     pub fn zero(&mut self, first: u64, pages: u64) {
         self.change(Change::Write { first, pages, content: 0, step: 0 });
     }
@@ -122,7 +120,6 @@ impl Holder {
         }
     }
 
-    /// Marks pages as mergeable.
     pub fn mark(&mut self, first: u64, pages: u64) {
         self.ask(&format!("mark {first} {pages}"));
     }

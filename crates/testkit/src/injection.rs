@@ -85,7 +85,6 @@ pub fn injector(mode: &str) -> Injector {
     Injector::spawn(Command::new(victim_binary("victim")).arg(mode)).unwrap()
 }
 
-/// A running victim.
 pub struct Victim {
     pub program: Script,
     pub process: Process,
@@ -196,7 +195,6 @@ impl Victim {
         wait_until("the victim is in the state", || self.process.stat().is_ok_and(|stat| stat.state == state));
     }
 
-    /// Reads a line.
     pub fn line(&mut self) -> String {
         self.program.line()
     }

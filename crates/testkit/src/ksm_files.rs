@@ -29,7 +29,6 @@ pub fn set(root: &Path, name: &str, text: &str) {
     std::fs::write(root.join(name), format!("{text}\n")).unwrap();
 }
 
-/// Reads one file.
 pub fn get(root: &Path, name: &str) -> String {
     std::fs::read_to_string(root.join(name)).unwrap().trim().to_owned()
 }

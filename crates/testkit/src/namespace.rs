@@ -71,7 +71,6 @@ impl Disk {
         output_of(&mut self.fsfreeze(frozen));
     }
 
-    /// Thaws the file system if it's frozen.
     pub fn thaw(&self) {
         let _ = self.fsfreeze(false).output();
     }

@@ -13,7 +13,6 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Runs `pagefold` to its end.
 pub fn pagefold(args: &[impl AsRef<OsStr>]) -> Output {
     Command::new(program()).args(args).stdin(Stdio::null()).output().unwrap()
 }
@@ -39,7 +38,6 @@ pub fn json_of(args: &[impl AsRef<OsStr>]) -> Value {
     serde_json::from_str(&json).unwrap()
 }
 
-/// The status of the running daemon.
 #[track_caller]
 pub fn status() -> Value {
     let status = json_of(&["status"]);
@@ -214,7 +212,6 @@ impl Daemon {
         i32::try_from(self.child.id()).unwrap()
     }
 
-    /// The processes that the program has started.
     pub fn children(&self) -> Vec<i32> {
         let pid = self.pid();
         // Each thread has a list of its own.

@@ -63,7 +63,6 @@ pub fn state(pid: i32) -> u8 {
     Process::open(pid).and_then(|process| process.stat()).unwrap().state
 }
 
-/// The threads of a process.
 pub fn tids(pid: i32) -> Vec<i32> {
     let entries = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
@@ -88,7 +87,6 @@ pub fn held(pids: &[i32]) -> u64 {
     rollups.map(|rollup| fields::kib(&rollup, "Pss_Anon").unwrap_or(0) << 10).sum()
 }
 
-/// Whether there is such a process.
 pub fn exists(pid: i32) -> bool {
     fs::exists(format!("/proc/{pid}")).unwrap()
 }
@@ -238,7 +236,6 @@ impl Script {
         )
     }
 
-    /// Starts any program.
     #[track_caller]
     pub fn of(command: &mut Command) -> Self {
         let mut child = spawn(command.stdin(Stdio::piped()));
@@ -262,19 +259,16 @@ impl Script {
         self.child.pid()
     }
 
-    /// Reads a line.
     pub fn line(&mut self) -> String {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         line.trim().to_owned()
     }
 
-    /// Writes a line.
     pub fn say(&mut self, line: &str) {
         writeln!(self.input, "{line}").unwrap();
     }
 
-    /// Waits until the program ends.
     pub fn wait(&mut self) -> ExitStatus {
         self.child.0.wait().unwrap()
     }

@@ -25,7 +25,6 @@ pub const NOT_EXECUTABLE: u8 = 126;
 /// `exec` only: the program doesn't exist.
 pub const NOT_FOUND: u8 = 127;
 
-/// An error with an exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
     pub code: u8,

@@ -120,7 +120,6 @@ impl Dialogue {
         self.child.end(limit);
     }
 
-    /// The next line that the program prints.
     pub(crate) fn line(&self, limit: Duration) -> anyhow::Result<String> {
         self.lines.recv_timeout(limit).map_err(|error| match error {
             RecvTimeoutError::Timeout => anyhow::anyhow!("process {} has not answered for {limit:?}", self.pid()),

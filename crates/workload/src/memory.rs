@@ -60,7 +60,6 @@ impl FilledSegment {
         damaged
     }
 
-    /// The first word of each page.
     pub fn first_words(&self) -> impl Iterator<Item = u64> {
         self.pages().chunks_exact(PAGE_SIZE).map(first_word)
     }

@@ -12,7 +12,6 @@ pub const DOMAINS: u32 = 1 << DOMAIN_BITS;
 /// Digests are below this, like the hashes of a theta sketch.
 pub const DIGESTS_END: u64 = 1 << 63;
 
-/// How many units a host can have.
 pub(crate) const UNITS_PER_HOST: usize = 60_000;
 
 /// A host, by its place in [`Fleet::hosts`].

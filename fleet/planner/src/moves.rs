@@ -36,7 +36,6 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     pub steps: Vec<Step>,
-    /// How many workloads are moved.
     pub moves: u64,
     /// The saving now.
     pub before: Saving,
@@ -50,7 +49,6 @@ pub struct Plan {
     pub places: Vec<HostId>,
 }
 
-/// Plans moves of at most `most_moves` workloads.
 pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
     let groups = groups(contents, fleet.unit_ids());
     let wanted = target(fleet, contents, &groups);
@@ -93,7 +91,6 @@ struct Walk<'a> {
     bundles: Vec<Bundle>,
     steps: Vec<Step>,
     group_of: Vec<u32>,
-    /// How many workloads we've moved so far.
     moved: u64,
     /// For each host, the units that should leave it.
     leaving: Vec<Vec<UnitId>>,

@@ -55,7 +55,6 @@ struct State {
     cpu_millicores: u64,
 }
 
-/// Where each unit is.
 #[derive(Debug)]
 pub struct Placement<'a> {
     fleet: &'a Fleet,
@@ -75,7 +74,6 @@ impl<'a> Placement<'a> {
         Self { fleet, contents, hosts, place: vec![None; fleet.units.len()], saved: 0, looked_up: Cell::new(0) }
     }
 
-    /// The placement as it is now.
     pub fn current(fleet: &'a Fleet, contents: &'a Contents) -> Self {
         let mut placement = Self::empty(fleet, contents);
         for unit in fleet.unit_ids() {

@@ -117,7 +117,6 @@ fn row(surveyed: &Surveyed) -> ProcessRow {
     }
 }
 
-/// The memory of guests.
 struct GuestMemory {
     xen: Xen,
     guests: Vec<Surveyed>,

@@ -58,7 +58,6 @@ impl SimHost {
         self.memory.owners[owner.0 as usize].numa.home = NodeKey(node);
     }
 
-    /// Changes a process's nice value.
     pub fn set_nice(&mut self, owner: OwnerKey, nice: i8) {
         self.memory.owners[owner.0 as usize].numa.nice = nice;
     }
@@ -147,7 +146,6 @@ impl SimHost {
         cost_ns
     }
 
-    /// How many merged zeros each process has.
     pub(super) fn merged_zeros(&self) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
         let mut zeros = BTreeMap::new();
         for (_, region) in self.memory.live_regions() {

@@ -36,7 +36,6 @@ pub(crate) enum SearchEnd {
     Stuck(u32),
 }
 
-/// A position for a new node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Leaf {
     above: u32,

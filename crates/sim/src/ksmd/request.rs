@@ -14,7 +14,6 @@ use pagefold_engine::keys::NodeKey;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kept {
     Page(PageRef),
-    /// The kernel's zero page.
     Zero,
 }
 

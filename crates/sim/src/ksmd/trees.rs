@@ -41,14 +41,12 @@ impl Chain {
     }
 }
 
-/// A stable and an unstable tree.
 #[derive(Debug, Default)]
 struct TreePair {
     stable: RbTree<StableNode>,
     unstable: RbTree<PageRef>,
 }
 
-/// The steps of one search.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Steps {
     /// How many pages of the stable tree were compared.

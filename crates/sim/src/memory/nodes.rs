@@ -281,7 +281,6 @@ impl Memory {
         }
     }
 
-    /// How many merged frames each node has.
     pub(crate) fn merged_by_node(&self) -> Vec<Pages> {
         let mut frames = vec![Pages(0); self.nodes.0.len().max(1)];
         for frame in self.frames.iter().filter(|frame| frame.mapped > 0) {

@@ -55,7 +55,6 @@ impl Machine {
         Self { host, engine: Engine::new(config), log: Log::default() }
     }
 
-    /// Runs the engine for some virtual seconds.
     pub fn run(&mut self, seconds: u64) {
         self.run_and(seconds, |_| {});
     }

@@ -29,7 +29,6 @@ struct Way {
     payer: usize,
 }
 
-/// The most pages that can be saved.
 pub fn most_saved(programs: &[Program], limits: &[Limit]) -> u64 {
     let kinds = kinds(programs);
     let mut ways = Vec::new();

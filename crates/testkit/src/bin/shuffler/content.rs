@@ -2,7 +2,6 @@
 
 use pagefold_engine::random::finalize as mix;
 
-/// Words in a page.
 pub const WORDS: usize = 512;
 
 /// Ids with this bit are for contents unique to one shuffler. All other contents are common to all shufflers.
@@ -29,7 +28,6 @@ impl Content {
         Self { id: low(number) | UNIQUE, replaced: 0 }
     }
 
-    /// The same content with one word replaced.
     pub fn with_word_replaced(self, random: u64) -> Self {
         Self { replaced: low(random) | 1 << 9, ..self }
     }

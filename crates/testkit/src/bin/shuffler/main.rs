@@ -14,16 +14,13 @@ use pagefold_engine::random::Random;
 use region::{Arena, Damage, MOST, PAGE, Region};
 use std::time::{Duration, Instant};
 
-/// The settings.
 struct Options {
     /// Memory held at the beginning, MiB (default: 48).
     mib: usize,
-    /// The number of mappings.
     regions: usize,
     seed: u64,
     /// The percentage of pages with contents that other shufflers have too.
     share: u64,
-    /// Request huge pages.
     huge: bool,
     /// Pause after each operation, microseconds.
     pause_us: u64,
@@ -115,7 +112,6 @@ impl Options {
     }
 }
 
-/// How often we did each operation.
 #[derive(Default)]
 struct Counts {
     pages_checked: u64,
@@ -400,7 +396,6 @@ impl Shuffler {
     }
 }
 
-/// Takes memory and gives it back.
 fn burst(mib: usize) {
     let mut memory = vec![1_u8; mib << 20];
     memory.iter_mut().step_by(PAGE).for_each(|byte| *byte = 2);

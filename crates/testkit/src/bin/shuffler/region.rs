@@ -103,7 +103,6 @@ impl Region {
         }
     }
 
-    /// Writes another content to a page.
     pub fn write(&mut self, page: usize, content: Content) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         for (word, value) in content.words(self.salt).enumerate() {

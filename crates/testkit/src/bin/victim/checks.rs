@@ -64,7 +64,6 @@ impl Memory {
     }
 }
 
-/// Prints the verdict for the test.
 pub fn report(verdict: Result<(), String>) {
     match verdict {
         Ok(()) => println!("ok"),

@@ -82,7 +82,6 @@ extern "C" fn filtered(_signal: i32, _info: *mut libc::siginfo_t, context: *mut 
     unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RAX as usize] = -1 };
 }
 
-/// Sets the handlers and the alternate stack.
 pub fn install() {
     let stack = Box::leak(vec![0_u8; STACK_BYTES].into_boxed_slice()).as_mut_ptr();
     STACK.store(stack.addr() as u64, Relaxed);
@@ -136,7 +135,6 @@ pub fn own() -> [u64; 3] {
     [0, 1, 2].map(|kind| OWN[kind].load(Relaxed))
 }
 
-/// A signal's bit in a mask.
 pub fn bit(signal: i32) -> u64 {
     1 << (unsigned(i64::from(signal)) - 1)
 }

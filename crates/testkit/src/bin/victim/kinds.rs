@@ -168,7 +168,6 @@ pub fn sockets() -> [i32; 2] {
     pair
 }
 
-/// Sets the timeout of a socket.
 pub fn limit(fd: i32, ms: i64) {
     let timeout = libc::timeval { tv_sec: ms / 1000, tv_usec: ms % 1000 * 1000 };
     unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16) };

@@ -260,7 +260,6 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     Err(if turn % 2 == 0 { again() } else { std::thread::spawn(again).join().unwrap_or_default() })
 }
 
-/// Lives for the given number of milliseconds.
 fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();

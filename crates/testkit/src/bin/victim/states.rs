@@ -35,7 +35,6 @@ pub fn busy() -> Result<(), String> {
     Ok(())
 }
 
-/// Sleeps forever.
 pub fn sleeper() -> Result<(), String> {
     loop {
         sleep_us(LONG_MS * 1000)?;
@@ -87,7 +86,6 @@ pub fn queue() -> Result<(), String> {
     Ok(())
 }
 
-/// Starts and ends threads and children.
 pub fn churn() -> Result<(), String> {
     let until = std::time::Instant::now() + std::time::Duration::from_millis(1500);
     while std::time::Instant::now() < until {

@@ -21,7 +21,6 @@ pub fn anonymous(length: usize) -> *mut u8 {
     map(length, WRITABLE, ANONYMOUS, -1)
 }
 
-/// Sleeps, and returns the answer of nanosleep(2).
 pub fn nanosleep_us(us: i64) -> Result<i64, String> {
     let time = libc::timespec { tv_sec: us / 1_000_000, tv_nsec: us % 1_000_000 * 1000 };
     call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])

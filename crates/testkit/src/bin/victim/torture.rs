@@ -12,9 +12,7 @@ use crate::{hold, kinds, rounds, seccomp};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-/// How many rounds the victim has made.
 pub static ROUNDS: AtomicU64 = AtomicU64::new(0);
-/// How many calls have returned EINTR.
 static EINTRS: AtomicU64 = AtomicU64::new(0);
 /// How many handlers have run for signals that the victim sent itself.
 pub static RAISED: AtomicU64 = AtomicU64::new(0);
