@@ -54,7 +54,7 @@ use pagefold_procmem::os::pressure::PressureError;
 use pagefold_procmem::process::ReadError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -499,11 +499,11 @@ impl Host for LiveHost {
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
         let job = self.sampling_job(plan);
-        let mut samples = Samples::default();
-        samples.unread = plan.runs.iter().map(|run| run.region).collect();
+        let mut unread: BTreeSet<RegionKey> = plan.runs.iter().map(|run| run.region).collect();
         for read in &job.reads {
-            samples.unread.remove(&read.region);
+            unread.remove(&read.region);
         }
+        let mut samples = Samples { unread, ..Samples::default() };
         let reader = self.reader.take().unwrap_or_default();
         match sample(reader, job) {
             Ok(read) => {
