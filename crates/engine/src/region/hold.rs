@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 /// The first and the longest pause after examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
-/// How long memory rests the first time, nanoseconds: we leave it alone because it didn't merge or merges didn't pay.
+/// How long we leave memory alone the first time, nanoseconds: a region that didn't merge, or an extent where merges
+/// didn't pay.
 const REST_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a temporary reason at most, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
