@@ -115,7 +115,8 @@ impl Events {
             Entry::Include(Demand { scope, uid }) => {
                 return self.note("include", format!("included again at the request of uid {uid}: {scope}"));
             }
-            Entry::Begin { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
+            // A new scope is an event already.
+            Entry::Begin { .. } | Entry::Scope { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };
         self.add(event, now());
     }

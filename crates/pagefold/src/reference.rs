@@ -281,8 +281,8 @@ pub const SCHEMAS: &[Schema] = &[
         about: "A line of the audit log: one for each span that is marked or unmarked, and one per cycle for each pair of processes with pages merged on request",
         fields: &[
             ("schema, time", "Time of writing: RFC 3339, UTC, at most a round after the change"),
-            ("what", "begin, end, mark, unmark, merge, override (of an opt-out), exclude, include, or lost (lines are missing here)"),
-            ("command, version, scope, lost", "Of begin and end: the command, its version and scope. Of exclude and include: the scope, and the uid of who asked. Of end and lost: the number of lines lost, in all or at this place"),
+            ("what", "begin, end, scope (the configuration has been read again, with another scope), mark, unmark, merge, override (of an opt-out), exclude, include, or lost (lines are missing here)"),
+            ("command, version, scope, lost", "Of begin and end: the command, its version and scope. Of scope: the new one. Of exclude and include: the scope, and the uid of who asked. Of end and lost: the number of lines lost, in all or at this place"),
             ("pid, start_time_ticks, name, exe, uid, cgroup, domain", "The process. Pid and start time identify it"),
             ("first, last, bytes", "The range"),
             ("why.kind, why.sentence", "duplicate, cow-broken, charge, asked, excluded, memory-short or opted-out; the reason as a sentence, with figures"),

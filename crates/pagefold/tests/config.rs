@@ -182,7 +182,9 @@ fn without_a_file_and_a_log_sighup_ends_the_run() {
 #[test]
 fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let config = ConfigFile::new("[run]\ngovernor = \"full\"\n");
+    let config = ConfigFile::new("");
+    let audit = config.beside("audit.jsonl");
+    config.write(&format!("[run]\ngovernor = \"full\"\n[audit]\nfile = \"{audit}\"\n"));
     let [first, second] = [ProgramCopy::unique(), ProgramCopy::unique()];
     let start = |exe: &ProgramCopy| Tenant::start(exe, &spec(32, 4, 15)).unwrap();
     let mut tenants = vec![start(&first), start(&first), start(&second), start(&second)];
@@ -216,6 +218,9 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
         assert_fails(args, code, says);
     }
     daemon.stop();
+    let scopes: Vec<Value> = of_kind(&audit, "scope").iter().map(|line| line["scope"].clone()).collect();
+    assert_eq!(scopes.len(), 3, "{scopes:?}");
+    assert_eq!(scopes[1..], [json!(format!("--exe {}", second.name())), json!("empty")]);
 
     // A daemon that reads no file, or another one, leaves the configuration as it was.
     let daemon = Daemon::on(&pids, &[]).answering();

@@ -17,6 +17,10 @@ pub enum Entry {
         pid: u32,
         scope: String,
     },
+    /// A changed configuration has been read, with another scope.
+    Scope {
+        scope: String,
+    },
     Mark(Change),
     Unmark(Change),
     Merge(Merge),

@@ -142,6 +142,7 @@ impl<'a> ActiveSettings<'a> {
             host.set_scope(read.scope.spec());
             self.is_scope_new = true;
             let scope = if read.scope == ScopeArgs::default() { "empty".to_owned() } else { read.scope.to_string() };
+            self.log(&Entry::Scope { scope: scope.clone() });
             self.say(progress, "settings", format!("the scope is now {scope}"));
         }
         self.settings.scope = read.scope;
