@@ -145,7 +145,7 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
 
 /// Waits up to 100 s, as processors may be busy, and checks the shufflers meanwhile.
 #[track_caller]
-fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() -> bool) {
+fn wait_until_well(shufflers: &mut [Shuffler], what: &str, mut condition: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(100);
     while !condition() {
         assert!(Instant::now() < end, "this did not happen: {what}");
@@ -207,9 +207,13 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     let split = huge_mib();
     assert!(split < before / 2, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
-    wait_until_well(&mut shufflers, "huge pages are put together again", || collapsed() >= 12);
-    println!("{before} MiB in huge pages, {split} while merged, now {} ({} extents)", huge_mib(), collapsed());
-    assert!(huge_mib() >= split + 16, "{} of {before} MiB", huge_mib());
+    // Merges still split others meanwhile.
+    let mut least = split;
+    wait_until_well(&mut shufflers, "huge pages are put together again", || {
+        least = least.min(huge_mib());
+        collapsed() >= 12 && huge_mib() >= least + 16
+    });
+    println!("{before} MiB in huge pages, {split} while merged, {least} at least, now {}", huge_mib());
     assert_well_for(&mut shufflers, Duration::from_secs(1));
     daemon.stop();
     finish(&ksm, shufflers, broken);
