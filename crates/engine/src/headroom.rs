@@ -82,18 +82,20 @@ impl Headroom {
             if held > Pages(0) && view.limit > Pages(0) {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
             }
+            let reserve = keep.below(view.limit);
+            let now = LimitRoom {
+                read_ns: view.read_ns,
+                left: view.left.saturating_sub(held + reserve),
+                lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
+                over: held.saturating_sub(view.left),
+                is_shared,
+            };
             let room = match known {
-                Some(room) if room.read_ns == view.read_ns => LimitRoom { is_shared, ..room },
-                _ => {
-                    let reserve = keep.below(view.limit);
-                    LimitRoom {
-                        read_ns: view.read_ns,
-                        left: view.left.saturating_sub(held + reserve),
-                        lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
-                        over: held.saturating_sub(view.left),
-                        is_shared,
-                    }
+                // What we've used up since we read the limit stays used up.
+                Some(room) if room.read_ns == view.read_ns => {
+                    LimitRoom { left: now.left.min(room.left), lent: now.lent.min(room.lent), over: room.over, ..now }
                 }
+                _ => now,
             };
             self.limits.insert(view.key, room);
             for &owner in &view.owners {

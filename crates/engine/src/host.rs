@@ -622,7 +622,8 @@ pub enum Merging {
     Ineligible,
     /// The page to keep has all the sharers it may have.
     Full,
-    /// The host didn't try, for example because it leaves the process alone, the process has ended, or it gave up
-    /// waiting.
+    /// The host didn't try, for example because it leaves the process alone, or the process has ended.
     Untried,
+    /// The host gave up waiting for a call that was under way. The pages may be merged now, or later.
+    Unknown,
 }

@@ -41,9 +41,12 @@ impl RequestCounts {
             Merging::Merged => &mut self.merged,
             Merging::Shared => &mut self.shared,
             Merging::Differs => &mut self.differing,
-            Merging::Absent | Merging::Busy | Merging::Ineligible | Merging::Full | Merging::Untried => {
-                &mut self.failed
-            }
+            Merging::Absent
+            | Merging::Busy
+            | Merging::Ineligible
+            | Merging::Full
+            | Merging::Untried
+            | Merging::Unknown => &mut self.failed,
         };
         let pages = Pages(result.range.take.pages.into());
         *count += pages;

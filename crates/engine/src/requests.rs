@@ -242,7 +242,7 @@ impl Requests {
                 Merging::Merged | Merging::Shared => merged += pages,
                 Merging::Differs => differing += pages,
                 Merging::Untried => untried += pages,
-                Merging::Absent | Merging::Ineligible | Merging::Full | Merging::Busy => {}
+                Merging::Absent | Merging::Ineligible | Merging::Full | Merging::Busy | Merging::Unknown => {}
             }
             for at in 0..result.range.take.pages {
                 let page = result.range.part(at, 1);
@@ -275,7 +275,8 @@ impl Requests {
         let PageRun { region, first, .. } = page.take;
         let kept = page.keep.first();
         if kept == Some((region, first)) {
-            let is_marked = !matches!(merging, Merging::Untried | Merging::Busy | Merging::Ineligible);
+            let is_marked =
+                !matches!(merging, Merging::Untried | Merging::Busy | Merging::Ineligible | Merging::Unknown);
             if let Some(region) = table.at_mut(region, first).filter(|_| is_marked) {
                 region.usage.named = true;
             }
@@ -291,7 +292,15 @@ impl Requests {
                 return None;
             }
         }
-        if matches!(merging, Merging::Busy | Merging::Untried) {
+        if merging == Merging::Unknown {
+            for (region, page) in std::iter::once((region, first)).chain(kept) {
+                if let Some(region) = table.at_mut(region, page) {
+                    // We may be reading the region now, and have passed the page already.
+                    region.usage.readings_due = 2;
+                }
+            }
+        }
+        if matches!(merging, Merging::Busy | Merging::Untried | Merging::Unknown) {
             return None;
         }
         let Pair { take, digest, is_relative, needs_merged, .. } = self.pair_of(region, first)?;
@@ -320,7 +329,7 @@ impl Requests {
                     return Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)));
                 }
             }
-            Merging::Busy | Merging::Untried => {}
+            Merging::Busy | Merging::Untried | Merging::Unknown => {}
         }
         None
     }

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
-/// `Keep::Auto` keeps at least this share of memory, unless less than that can come back.
+/// `Keep::Auto` keeps at least this share of memory, unless copies of all merged pages take less.
 const AUTO_SHARE: Permyriad = Permyriad(500);
 /// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
@@ -42,7 +42,8 @@ const OWN_COPIES_NS: u64 = 2_000_000_000;
 /// How much memory we keep free for copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// As much as is likely to come back, at least 5 % of memory, and never more than can come back.
+    /// Enough for the copies that programs are likely to make of merged pages, and at least 5 % of memory. But never more
+    /// than if they copied all merged pages.
     #[default]
     Auto,
     /// A share of the machine's memory, and of each limit.

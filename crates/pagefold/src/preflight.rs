@@ -96,7 +96,7 @@ fn request_device_at(
         (_, Err(exit)) => {
             // Most kernels have no such device, so its absence isn't worth a message.
             if !is_absent {
-                complain!("pages are merged by ksmd, not on request: {exit}");
+                complain!("pagefold cannot ask the kernel to merge given pages, so ksmd merges them: {exit}");
             }
             Ok(None)
         }

@@ -203,11 +203,11 @@ impl Engine {
             self.ladder.visit_merged(&mut self.table, visits, pace.round_ns, allowance, &mut runs);
         }
         self.plan.pages = runs.iter().map(|run| u64::from(run.pages)).sum();
-        // We read neighbouring pages together. Mappings that the host didn't get to last time may be slow to read, so they
-        // come last.
-        let missed: BTreeSet<RegionKey> =
-            self.table.iter().filter(|region| region.survey.is_unread()).map(|region| region.view.key).collect();
-        runs.sort_by_key(|run| (missed.contains(&run.region), run.region, run.first));
+        // We read neighbouring pages together. Mappings that the host didn't get to last time come first: one that takes
+        // long mustn't keep us from the others again and again.
+        let missed = self.table.iter().filter(|region| region.survey.is_unread());
+        let missed: BTreeSet<RegionKey> = missed.map(|region| region.view.key).collect();
+        runs.sort_by_key(|run| (!missed.contains(&run.region), run.region, run.first));
         runs
     }
 
@@ -294,9 +294,15 @@ impl Engine {
     /// Once a round, regions with all their duplicates merged return to the bottom level, and the index ages.
     fn end_round(&mut self) {
         let is_busy = self.ksmd.scheduler.is_busy();
+        let now_ns = self.snapshot.now_ns;
+        let top = self.ladder.levels();
         let mut pages = 0;
         for region in self.table.iter_mut() {
             pages += region.view.pages.0;
+            let is_due = region.usage.readings_due > 0 && !region.life.is_reading();
+            if is_due && self.room.headroom.is_limited(region.view.owner) && region.hold.may_examine(now_ns) {
+                region.examine(top);
+            }
             if region.life.is_judged() && !region.life.is_worth_marking() && !is_busy {
                 region.life.advance(Event::Sink);
             }

@@ -40,7 +40,7 @@ struct Family {
 pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
 
 /// Identifies a region's family: relatives have the region at the same address.
-fn place(region: &Region) -> (LineageKey, Vpn) {
+pub(super) fn place(region: &Region) -> (LineageKey, Vpn) {
     (region.view.lineage, region.view.first)
 }
 

@@ -1,13 +1,14 @@
 //! How we react to regions that appeared, changed or ended since the last cycle.
 
 use super::Engine;
+use super::forks::place;
 use crate::host::Snapshot;
 use crate::index::PageStatus;
-use crate::keys::{FamilyKey, OwnerKey, RegionKey};
+use crate::keys::{FamilyKey, LineageKey, OwnerKey, RegionKey};
 use crate::learned::read_for_newcomers;
 use crate::region::{Age, Region};
-use crate::units::Pages;
-use rustc_hash::FxHashSet;
+use crate::units::{Pages, Vpn};
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 
 /// A family with new regions.
@@ -42,7 +43,7 @@ impl Engine {
         }
         self.judge_by_family(now_ns);
         self.find_relatives();
-        self.note_merged_before(now_ns, is_first);
+        self.note_merged_before(now_ns, is_first, &ended_keys);
         self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;
@@ -55,10 +56,48 @@ impl Engine {
     }
 
     /// Notes new regions that are marked already: an earlier run has merged pages there, or we have, and the mapping has
-    /// grown or moved since. A child has its parent's marks, too, but shares its pages through fork.
-    fn note_merged_before(&mut self, now_ns: u64, is_first: bool) {
-        for region in self.table.iter_mut().filter(|region| region.seen_ns == now_ns) {
-            region.usage.merged_before = region.view.named && (is_first || !region.has_relatives);
+    /// grown or moved since. `ended` are the mappings of regions that have ended.
+    fn note_merged_before(&mut self, now_ns: u64, is_first: bool, ended: &FxHashSet<RegionKey>) {
+        let mut children = Vec::new();
+        for (slot, region) in self.table.numbered_mut() {
+            if region.seen_ns != now_ns || !region.view.named {
+                continue;
+            }
+            if is_first || !region.has_relatives || ended.contains(&region.view.key) {
+                region.usage.readings_due = 1;
+            } else {
+                children.push(slot);
+            }
+        }
+        self.inherit_merged(&children, now_ns);
+    }
+
+    /// After a fork, a child maps its parent's merged pages, too, and gets a copy of each that it writes.
+    fn inherit_merged(&mut self, children: &[u32], now_ns: u64) {
+        if children.is_empty() {
+            return;
+        }
+        let mut parents: FxHashMap<(LineageKey, Vpn), &Region> = FxHashMap::default();
+        for region in self.table.iter().filter(|region| region.seen_ns < now_ns) {
+            let parent = parents.entry(place(region)).or_insert(region);
+            if region.usage.merged.len() > parent.usage.merged.len() {
+                *parent = region;
+            }
+        }
+        let mut inherited = Vec::new();
+        for &slot in children {
+            let parent = self.table.get(slot).and_then(|child| parents.get(&place(child)));
+            inherited.push((slot, parent.map(|parent| (parent.usage.merged.clone(), parent.usage.readings_due))));
+        }
+        for (slot, parents) in inherited {
+            let Some(child) = self.table.get_mut(slot) else { continue };
+            match parents {
+                Some((merged, readings_due)) => {
+                    child.usage.merged = merged;
+                    child.usage.readings_due = readings_due;
+                }
+                None => child.usage.readings_due = 1,
+            }
         }
     }
 

@@ -49,16 +49,10 @@ impl Engine {
     pub(super) fn look_at_headroom(&mut self) {
         let planner = self.planner();
         let Snapshot { memory, limits, .. } = &self.snapshot;
-        // What waits for unmarking is still merged, though it's no longer among the marks.
-        let mut waiting: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
-        for span in self.ksmd.marker.spans_to_unmark() {
-            if let Some(region) = self.table.at(span.region, span.first) {
-                *waiting.entry((region.view.key, region.view.first)).or_default() += span.pages;
-            }
-        }
+        let waiting = self.waiting();
         let mergeable = by_owner(&self.table, limits, |region| {
             let waiting = waiting.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
-            (planner.mergeable(region) + waiting).min(region.resident())
+            planner.mergeable(region, waiting)
         });
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
         self.look_for_relief();
@@ -69,6 +63,23 @@ impl Engine {
             let is_wanted = self.judge_full_again();
             self.room.headroom.lend(is_wanted);
         }
+    }
+
+    /// How much of each region, by mapping and first page, waits for unmarking. Until then it's still merged, though it's
+    /// no longer among the marks.
+    fn waiting(&self) -> FxHashMap<(RegionKey, Vpn), Pages> {
+        let mut waiting: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
+        for span in self.ksmd.marker.spans_to_unmark() {
+            let end = span.first + span.pages.0;
+            let mut at = span.first;
+            // A span may lie in several blocks of a mapping.
+            while let Some(region) = self.table.at(span.region, at).filter(|_| at < end) {
+                let to = region.end().min(end);
+                *waiting.entry((region.view.key, region.view.first)).or_default() += Pages(to.0 - at.0);
+                at = to;
+            }
+        }
+        waiting
     }
 
     /// Judges again the regions that now have headroom and had none. Returns whether there are any.

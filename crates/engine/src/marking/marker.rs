@@ -56,6 +56,8 @@ pub struct Marker {
     /// cost time.
     urgent: Unmarking,
     broken: Unmarking,
+    /// What we unmark in this cycle.
+    under_way: Option<Change>,
     next_refresh_ns: u64,
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
@@ -183,14 +185,14 @@ impl Marker {
                 scheduler.request(region.view.resident);
                 continue;
             }
-            let before = region.mergeable();
+            let before = region.mergeable(Pages(0));
             for span in spans {
                 self.added.insert((region.view.key, span.first), Wave { walked: marked, ..gain(region, &[span]) });
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
             }
-            headroom.take(region.view.owner, region.mergeable().saturating_sub(before));
+            headroom.take(region.view.owner, region.mergeable(Pages(0)).saturating_sub(before));
         }
         marks
     }
@@ -307,9 +309,10 @@ impl Marker {
         self.spans_to_unmark().map(|span| ((span.region, span.first), span.first + span.pages.0)).collect()
     }
 
-    /// The spans that wait for unmarking.
+    /// The spans that wait for unmarking, including the one that we unmark in this cycle: that may fail.
     pub fn spans_to_unmark(&self) -> impl Iterator<Item = &Span> {
-        self.urgent.changes.iter().chain(&self.broken.changes).map(|change| &change.span)
+        let waiting = self.urgent.changes.iter().chain(&self.broken.changes);
+        waiting.chain(&self.under_way).map(|change| &change.span)
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
@@ -441,12 +444,14 @@ impl Marker {
     /// all of that span, because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         let urgent = self.urgent.next(table, now_ns, allowance);
-        urgent.or_else(|| self.broken.next(table, now_ns, allowance))
+        self.under_way = urgent.or_else(|| self.broken.next(table, now_ns, allowance));
+        self.under_way
     }
 
     /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
+        self.under_way = None;
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
             let unmarking = self.unmarking_for(result.change.why);
             unmarking.changes.push_back(result.change);
@@ -667,7 +672,7 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
     region.hold.full = None;
     let owner = region.view.owner;
     let Some((limit, left)) = headroom.of(owner) else { return };
-    let before = region.mergeable();
+    let before = region.mergeable(Pages(0));
     let mut marked = Pages(0);
     for mark in &region.marks.spans {
         if !spans.iter().any(|span| covers(span, mark)) {

@@ -22,11 +22,16 @@ pub struct Usage {
     pub own: PageSet,
     /// Pages we merged on request, as far as we know.
     pub merged: PageSet,
+    /// The contents that pages had when they were merged, as 32 bits of their digests. Only kept where a limit is in force
+    /// and the kernel hides whether a page is merged and mapped by one process only: a page that still has its content
+    /// may be, and a page with another one has been written.
+    pub contents: Option<FxHashMap<Vpn, u32>>,
     /// Whether we've named one of its pages on request, so that the kernel has marked it.
     pub named: bool,
-    /// Whether an earlier run may have merged more of the region's pages on request. We know once we've read the region
-    /// whole.
-    pub merged_before: bool,
+    /// How many more times we have to read the region whole until we know all pages in it that were merged on request.
+    /// Others may have been merged by an earlier run, before the mapping became this region, or by a call that we gave up
+    /// waiting for.
+    pub readings_due: u8,
     /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,
     /// Pages that were written after we merged them on request.
@@ -48,6 +53,9 @@ impl Usage {
     pub fn record_unmerged(&mut self, page: Vpn) {
         if !self.merged.is_empty() && self.merged.remove(page) {
             self.written.insert(page);
+            if let Some(contents) = &mut self.contents {
+                contents.remove(&page);
+            }
         }
     }
 
@@ -55,6 +63,9 @@ impl Usage {
     pub fn record_merged(&mut self, page: Vpn, now_ns: u64, digest: Digest) -> bool {
         if self.written.contains(page) {
             self.cow_breaks.record_merged(page, now_ns, now_ns, digest);
+        }
+        if let Some(contents) = &mut self.contents {
+            contents.insert(page, digest.fingerprint());
         }
         !self.merged.insert(page)
     }

@@ -108,7 +108,8 @@ mod tests {
 
     #[test]
     fn pairs_are_corrected_for_the_sampled_fraction() {
-        // 1 % is sampled on both sides, and everything is a pair: one sample in a hundred meets its copy.
+        // Each page has one copy, and we sample 1 % of all pages. So for one sample in a hundred, its copy is a sample,
+        // too.
         let tally = Tally { sampled: 5000, zero: 0, found: 50, copies: 50 };
         let estimate = tally.estimate(0.01);
         assert!((estimate.ratio - 1.0).abs() < 0.01, "{estimate:?}");

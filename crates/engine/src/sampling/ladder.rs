@@ -232,8 +232,8 @@ impl Ladder {
         }
     }
 
-    /// Checks whether single pages of marked spans, or on request pages that were written before, are still merged.
-    /// Costs as much as reading about `pages` pages.
+    /// Checks whether pages are still merged: some single pages of each marked span. Where we merge on request, these are
+    /// pages that were written after an earlier merge. Costs as much as reading about `pages` pages.
     pub fn visit_merged(
         &self,
         table: &mut RegionTable,
@@ -351,7 +351,8 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
             slots.push((region.survey.is_unread(), slot));
         }
     }
-    // The ones that the host didn't get to last time come last, so that no others wait for them again and again.
+    // The ones that the host didn't read last time come last. If it can't read them now, they'd take the whole plan
+    // again and again.
     slots.sort_unstable();
     for (_, slot) in slots {
         let Some(region) = table.get_mut(slot) else { continue };

@@ -21,7 +21,7 @@ use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Duration;
 
 /// We check a process again before a job if our last check is older than this, nanoseconds.
@@ -51,9 +51,12 @@ struct Late {
     pids: Vec<i32>,
 }
 
-/// Whether a job is in a call to the kernel, and whether it may make another one.
+/// Whether a job is in a call to the kernel, whether it may make another one, and whether it has made any.
 #[derive(Debug, Default)]
-struct Turn(AtomicU8);
+struct Turn {
+    state: AtomicU8,
+    has_begun: AtomicBool,
+}
 
 impl Turn {
     const OUTSIDE: u8 = 0;
@@ -61,12 +64,14 @@ impl Turn {
     const ABANDONED: u8 = 2;
 
     fn change(&self, from: u8, to: u8) -> bool {
-        self.0.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        self.state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
     /// Begins a call, unless we've abandoned the job.
     fn enter(&self) -> bool {
-        self.change(Self::OUTSIDE, Self::INSIDE)
+        let enters = self.change(Self::OUTSIDE, Self::INSIDE);
+        self.has_begun.fetch_or(enters, Ordering::SeqCst);
+        enters
     }
 
     /// Ends a call, if one is under way.
@@ -76,7 +81,12 @@ impl Turn {
 
     /// Lets no more calls begin. Returns whether a call is under way.
     fn abandon(&self) -> bool {
-        self.0.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
+        self.state.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
+    }
+
+    /// Whether an abandoned job may have made a call.
+    fn may_have_called(&self) -> bool {
+        self.has_begun.load(Ordering::SeqCst)
     }
 }
 
@@ -257,7 +267,8 @@ impl LiveHost {
             Ok(Err(_)) => results.extend(parts.iter().map(untried)),
             Err(job) => {
                 let is_inside = turn.abandon();
-                results.extend(parts.iter().map(untried));
+                let merging = if is_inside || turn.may_have_called() { Merging::Unknown } else { Merging::Untried };
+                results.extend(parts.iter().map(|&range| MergeResult { range, merging }));
                 // The next surveys find out which of the processes keeps its memory map locked.
                 for &pid in &pids {
                     if let Some(target) = self.targets.get_mut(&pid) {

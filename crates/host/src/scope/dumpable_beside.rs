@@ -10,8 +10,9 @@ const YES: i32 = 10;
 const NO: i32 = 11;
 const UNKNOWN: i32 = 12;
 
-/// Whether others may read the memory of a process that is root of a user namespace. We let a child enter the namespace
-/// as the same user, where the check no longer passes just because we own the namespace.
+/// Whether others may read the memory of a process that is root of a user namespace. From outside, the kernel's ptrace
+/// check passes just because we own the namespace, and tells us nothing. So a child enters the namespace as the same user
+/// and asks from there.
 pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
     let process = &info.process;
     let ids = |file: &str, ids: &[u32; 4]| {

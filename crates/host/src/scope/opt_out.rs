@@ -45,7 +45,7 @@ pub(super) const FILE_MOST: u64 = 64 << 10;
 /// The parent of the cgroups of Proxmox VE's virtual machines.
 const GUESTS: &str = "/qemu.slice/";
 
-/// How an owner has said no. Displayed as one line.
+/// How the owner of a process has excluded it from merging. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum OptOut {
     /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.

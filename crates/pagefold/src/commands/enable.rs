@@ -35,7 +35,7 @@ const INTERVAL: Duration = Duration::from_millis(250);
 pub struct EnableArgs {
     #[command(flatten)]
     pub names: NameFlags,
-    /// The configuration file; FILE.d/enabled.toml is written
+    /// The configuration file. It stays as it is: the change goes to FILE.d/enabled.toml
     #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
     pub config: PathBuf,
 }

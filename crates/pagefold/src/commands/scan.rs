@@ -56,8 +56,8 @@ pub struct ScanArgs {
     pub json: bool,
     /// Also write the result to this file, as a web page
     ///
-    /// The page is self-contained, and has a map of each process, for which we read every page or, above 16 GiB in all, a
-    /// larger sample.
+    /// The page is self-contained, and has a map of each process. For the maps we read every page of the processes. If they
+    /// have more than 16 GiB, we read a sample of that much.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]

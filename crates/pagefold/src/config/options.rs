@@ -135,8 +135,8 @@ options! {
     }
     "judgement" "Judgement" "Which memory is worth merging." {
         "only" "--only <NAME>" only: Only, Any, = preset.only,
-            "Which equal pages to merge: all, or zeros (pages that hold only zeros; ksmd also merges other equal pages \
-             in the same marked memory)";
+            "Which equal pages to merge: all, or zeros (we mark memory only for its pages of zeros; other equal pages \
+             that ksmd finds there are merged, too)";
     }
     "reserve" "Reserve"
         "Headroom for COW: writing a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP." {

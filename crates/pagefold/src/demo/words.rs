@@ -11,7 +11,7 @@ use std::time::Duration;
 const ROWS: usize = 4;
 const ROWS_OF_TWO: usize = 3;
 
-/// How long pagefold or ksmd must save nothing more to be considered at rest.
+/// We consider pagefold or ksmd at rest once its saving hasn't grown for this long.
 const REST_SECONDS: f64 = 3.0;
 
 #[derive(Clone, Debug)]

@@ -321,7 +321,7 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// A job that waits for somebody other than its target is neither stuck nor the target's stall.
+    /// A job that waits for somebody other than its target isn't stuck, and doesn't count as a stall of the target.
     #[test]
     fn a_target_is_not_to_blame_for_a_wait_elsewhere() {
         let (release, held) = channel::<()>();

@@ -28,7 +28,7 @@ pub fn own_and_children_cpu_ns() -> u64 {
     own_cpu_ns().saturating_add(reaped_children_cpu_ns())
 }
 
-/// CPU time of all threads of any process, nanoseconds: unchanged as long as none of them has run.
+/// CPU time of a process and all of its threads, nanoseconds. It's unchanged as long as none of them has run.
 pub fn process_cpu_ns(pid: i32) -> Option<u64> {
     // The ID of the process's clock, as clock_getcpuclockid(3) makes it.
     const SCHED: libc::clockid_t = 2;

@@ -10,7 +10,7 @@ use pagefold_engine::host::{
 };
 use pagefold_engine::keys::{LastingKey, LineageKey, OwnerKey, RegionKey};
 use pagefold_engine::region::RUN_PAGES;
-use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_engine::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -250,7 +250,7 @@ impl Host for SimHost {
         let mut unread = BTreeSet::new();
         let mut cpu_ns = 0;
         for runs in plan.runs.chunk_by(|a, b| a.region == b.region) {
-            let is_late = self.knobs.late > Permyriad(0) && self.stream.chance(self.knobs.late);
+            let is_late = self.is_late();
             if !pages.is_empty() && (is_late || !unread.is_empty()) {
                 unread.insert(runs[0].region);
                 continue;

@@ -4,7 +4,7 @@ use super::SimHost;
 use crate::ksmd::Kept;
 use pagefold_engine::host::{Keep, Mechanism, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_engine::keys::{DomainKey, RegionKey};
-use pagefold_engine::units::Vpn;
+use pagefold_engine::units::{Permyriad, Vpn};
 
 /// The kernel merges at most this many pages at once (`PAGEVEC_SIZE`).
 const BATCH_PAGES: u32 = 31;
@@ -31,8 +31,16 @@ impl SimHost {
             cost_ns += page_ns;
             pages.push(merging);
         }
+        if self.is_late() {
+            pages.fill(Merging::Unknown);
+        }
         results.extend(range.results(&pages));
         self.granularity.scale(cost_ns)
+    }
+
+    /// Whether pagefold gives up waiting now.
+    pub(super) fn is_late(&mut self) -> bool {
+        self.knobs.late > Permyriad(0) && self.stream.chance(self.knobs.late)
     }
 
     /// Whether the kernel merges on request, and pagefold's live host would pass this range on. Both processes must be
@@ -89,7 +97,9 @@ impl SimHost {
         let cost_ns = match merging {
             Merging::Merged => merge_ns,
             Merging::Differs | Merging::Busy | Merging::Full => self.costs.request_differs_ns,
-            Merging::Shared | Merging::Absent | Merging::Ineligible | Merging::Untried => self.costs.request_pass_ns,
+            Merging::Shared | Merging::Absent | Merging::Ineligible | Merging::Untried | Merging::Unknown => {
+                self.costs.request_pass_ns
+            }
         };
         (merging, cost_ns)
     }

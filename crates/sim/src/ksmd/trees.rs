@@ -349,9 +349,8 @@ impl Trees {
             let mut relative = false;
             let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
                 let region = memory.region(key)?;
-                // Pages in the unstable tree aren't write-protected. Since this one was inserted, it may have been
-                // written, merged, or unmarked and marked again; in the last case it has no record until ksmd's next
-                // visit.
+                // Pages in the unstable tree aren't write-protected. After its insertion, this one may have been written,
+                // merged, or unmarked and marked again. In the last case it has no item until ksmd's next visit.
                 let item = region.items.get(page as usize)?;
                 let comparable = matches!(region.backing[page as usize], Private | Forked)
                     && region.marks.contains(page)

@@ -35,8 +35,8 @@ impl Planner for Marks {
         Actions { mark, unmark, stop: engine.spending.allowance.stop_size(), scan, moves, ..Actions::default() }
     }
 
-    fn mergeable(&self, region: &Region) -> Pages {
-        region.mergeable()
+    fn mergeable(&self, region: &Region, waiting: Pages) -> Pages {
+        region.mergeable(waiting)
     }
 
     fn may_return(&self, region: &Region) -> Pages {

@@ -11,12 +11,19 @@ use crate::placement::placer::Stays;
 use crate::region::Region;
 use crate::requests::IndexedPage;
 use crate::units::Pages;
+use rustc_hash::FxHashMap;
 
 #[derive(Debug)]
 pub(super) struct Pairs;
 
 impl Planner for Pairs {
     fn record_page(&self, engine: &mut Engine, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
+        if let Some(region) = engine.table.get_mut(slot) {
+            let hides_lone = !engine.snapshot.shows_lone && engine.room.headroom.is_limited(region.view.owner);
+            if hides_lone != region.usage.contents.is_some() {
+                region.usage.contents = hides_lone.then(FxHashMap::default);
+            }
+        }
         match sample.state {
             PageState::Merged => engine.pair_merged(slot, sample),
             _ => engine.pair_private(slot, sample, duplicate),
@@ -34,9 +41,10 @@ impl Planner for Pairs {
         Actions { unmark, merge, moves, ..Actions::default() }
     }
 
-    /// The pages that we've merged, or all resident pages if an earlier run merged some.
-    fn mergeable(&self, region: &Region) -> Pages {
-        if region.usage.merged_before { region.resident() } else { region.usage.merged.len() }
+    /// The pages that we've merged, or all resident pages if others may have been merged, too.
+    fn mergeable(&self, region: &Region, waiting: Pages) -> Pages {
+        let resident = region.resident();
+        if region.usage.readings_due > 0 { resident } else { (region.usage.merged.len() + waiting).min(resident) }
     }
 
     /// All duplicates that we found in the region.
@@ -60,12 +68,12 @@ impl Engine {
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
-        let may_be_lone = !self.snapshot.shows_lone && self.room.headroom.is_limited(region.view.owner);
-        if sample.lone {
+        let content = region.usage.contents.as_ref().and_then(|contents| contents.get(&sample.page));
+        if sample.lone || content == Some(&sample.digest.fingerprint()) {
             // The frame may be charged to another cgroup. Then the program's own cgroup needs room for its copy, so the
             // page still counts as merged.
             region.usage.merged.insert(sample.page);
-        } else if !may_be_lone {
+        } else {
             region.usage.record_unmerged(sample.page);
         }
         if !region.may_be_named(sample.page, now_ns) {
@@ -138,7 +146,7 @@ impl Engine {
     /// cgroup.
     pub(in crate::engine) fn may_be_charged_elsewhere(&self, region: &Region) -> bool {
         let on_request = !self.carrier().by_marks;
-        let has_merged = region.usage.merged_before || !region.usage.merged.is_empty();
+        let has_merged = region.usage.readings_due > 0 || !region.usage.merged.is_empty();
         on_request && has_merged && self.room.headroom.is_limited(region.view.owner)
     }
 
@@ -165,6 +173,9 @@ impl Engine {
     fn pair_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
         let Some(region) = self.table.get_mut(slot) else { return false };
         region.usage.merged.insert(sample.page);
+        if let Some(contents) = &mut region.usage.contents {
+            contents.insert(sample.page, sample.digest.fingerprint());
+        }
         let domain = region.view.domain;
         let own = IndexedPage::new(region, slot, sample.page);
         let may_be_requested = region.may_be_requested(self.snapshot.now_ns, &self.config);

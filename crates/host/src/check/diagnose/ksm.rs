@@ -37,7 +37,10 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
             ok(match facts.saved {
                 _ if counted == Pages(0) => "KSM is available, nothing is merged".to_owned(),
                 Some(saved) => format!("KSM saves {:.1} MiB", saved.bytes().mib()),
-                None => format!("KSM saves {:.1} MiB, each child of a fork counted", counted.bytes().mib()),
+                None => format!(
+                    "KSM saves at most {:.1} MiB: children of a fork count several times",
+                    counted.bytes().mib()
+                ),
             })
         }
         Fact::Absent => blocker(

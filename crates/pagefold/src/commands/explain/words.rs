@@ -134,8 +134,8 @@ fn not_driven(facts: &Facts) -> Option<String> {
 fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
     format!(
-        "{begin}: a merged page stays charged to one cgroup, and the memory limit of {cgroup} has no headroom to hold \
-         more such pages for other cgroups while its own programs write copies."
+        "{begin}: a merged page stays charged to one of the cgroups that share it. The memory limit of {cgroup} has no \
+         headroom to pay for others' pages beside the copies that its own programs make when they write."
     )
 }
 

@@ -17,9 +17,9 @@ const EINTR: i64 = -4;
 pub static RUNS: AtomicU64 = AtomicU64::new(0);
 /// How many of these runs found the thread about to return EINTR from the checked call.
 pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
-/// How many of the runs that found an EINTR handled a signal without SA_RESTART.
+/// Runs that found EINTR for a good reason: they had handled a signal without SA_RESTART.
 pub static FOR_GOOD: AtomicU64 = AtomicU64::new(0);
-/// How many signals sent by an injected call interrupted the checked call, arrived before it, or arrived elsewhere.
+/// Signals that an injected call sent, by where they arrived: during the checked call, before it, or elsewhere.
 pub static OWN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 /// How long a handler computes, in rounds of [`spin`].
 pub static SPIN: AtomicU64 = AtomicU64::new(20_000);

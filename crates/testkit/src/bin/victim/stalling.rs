@@ -29,7 +29,7 @@ use std::time::Duration;
 const MAPPINGS: usize = 65_400;
 /// How many mappings the kind `regions` has.
 const REGIONS: usize = 16_000;
-/// How many pages the file has whose reads we never answer.
+/// The size in pages of a file. We never answer reads of it.
 const FILE_PAGES: usize = 64;
 /// How much memory of its own the kind `locking` has.
 const OWN_BYTES: usize = 8 << 20;
