@@ -32,7 +32,8 @@ pub struct Survey {
     /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
     planned: Planned,
-    unread: bool,
+    /// In how many cycles in a row the host hasn't got to the region.
+    unread: u8,
     probes: Vec<Probe>,
     /// The probe after the last one that we found. It's mostly the next to be found, because we read regions upwards.
     next_probe: usize,
@@ -67,7 +68,7 @@ impl Survey {
             next: 0,
             visited: 0,
             planned: Planned::default(),
-            unread: false,
+            unread: 0,
             probes: Vec::new(),
             next_probe: 0,
             revisited: 0,
@@ -104,12 +105,17 @@ impl Survey {
             self.next = self.next.saturating_sub(runs);
             self.visited = self.visited.saturating_sub(pages);
         }
-        self.unread = !are_read;
+        self.unread = if are_read { 0 } else { self.unread.saturating_add(1) };
     }
 
     /// Whether the host didn't get to the region in the last cycle.
     pub fn is_unread(&self) -> bool {
-        self.unread
+        self.unread > 0
+    }
+
+    /// Whether the host can't read the region now, as far as we can tell: it hasn't got to it twice in a row.
+    pub fn is_out_of_reach(&self) -> bool {
+        self.unread > 1
     }
 
     /// Runs not sampled yet in this pass over the region.

@@ -193,7 +193,10 @@ impl Ladder {
                 *points = points.saturating_sub(taken);
             }
         }
-        reading.foreground = !reading.runs.is_empty();
+        // Marks don't wait for what we can't read.
+        let is_in_reach =
+            |run: &PageRun| table.at(run.region, run.first).is_some_and(|region| !region.survey.is_out_of_reach());
+        reading.foreground = reading.runs.iter().any(is_in_reach);
         if new_round {
             let points = self.bottom_points(pace, config);
             self.sample_bottom(table, points.min(room), allowance, config, &mut reading.runs);
@@ -322,7 +325,10 @@ impl Ladder {
                 region.examine(self.levels);
             }
         }
-        table.iter().any(|region| region.life.is_reading() && !region.hold.left_alone || wants_more(region, config))
+        table
+            .iter()
+            .filter(|region| !region.survey.is_out_of_reach())
+            .any(|region| region.life.is_reading() && !region.hold.left_alone || wants_more(region, config))
     }
 }
 
