@@ -56,8 +56,6 @@ pub struct Marker {
     /// cost time.
     urgent: Unmarking,
     broken: Unmarking,
-    /// What we unmark in this cycle.
-    under_way: Option<Change>,
     next_refresh_ns: u64,
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
@@ -309,10 +307,9 @@ impl Marker {
         self.spans_to_unmark().map(|span| ((span.region, span.first), span.first + span.pages.0)).collect()
     }
 
-    /// The spans that wait for unmarking, including the one that we unmark in this cycle: that may fail.
+    /// The spans that wait for unmarking.
     pub fn spans_to_unmark(&self) -> impl Iterator<Item = &Span> {
-        let waiting = self.urgent.changes.iter().chain(&self.broken.changes);
-        waiting.chain(&self.under_way).map(|change| &change.span)
+        self.urgent.changes.iter().chain(&self.broken.changes).map(|change| &change.span)
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
@@ -444,14 +441,12 @@ impl Marker {
     /// all of that span, because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         let urgent = self.urgent.next(table, now_ns, allowance);
-        self.under_way = urgent.or_else(|| self.broken.next(table, now_ns, allowance));
-        self.under_way
+        urgent.or_else(|| self.broken.next(table, now_ns, allowance))
     }
 
     /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
-        self.under_way = None;
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
             let unmarking = self.unmarking_for(result.change.why);
             unmarking.changes.push_back(result.change);

@@ -193,10 +193,7 @@ impl Ladder {
                 *points = points.saturating_sub(taken);
             }
         }
-        // Marks don't wait for what we can't read.
-        let is_in_reach =
-            |run: &PageRun| table.at(run.region, run.first).is_some_and(|region| !region.survey.is_out_of_reach());
-        reading.foreground = reading.runs.iter().any(is_in_reach);
+        reading.foreground = !reading.runs.is_empty();
         if new_round {
             let points = self.bottom_points(pace, config);
             self.sample_bottom(table, points.min(room), allowance, config, &mut reading.runs);
@@ -325,11 +322,13 @@ impl Ladder {
                 region.examine(self.levels);
             }
         }
-        table
-            .iter()
-            .filter(|region| !region.survey.is_out_of_reach())
-            .any(|region| region.life.is_reading() && !region.hold.left_alone || wants_more(region, config))
+        table.iter().any(|region| is_foreground(region, config))
     }
+}
+
+/// Whether we have something left to read soon in a region, so that marks should wait for it.
+pub fn is_foreground(region: &Region, config: &Config) -> bool {
+    region.life.is_reading() && !region.hold.left_alone || wants_more(region, config)
 }
 
 /// How many copies we expect samples on a level to show in a region at the threshold.

@@ -6,6 +6,7 @@ use crate::host::{Actions, Change, PageSample, ScanOrder, Snapshot};
 use crate::marking::marker::{Means, marked_resident};
 use crate::merging::Inputs;
 use crate::region::{Event, Region};
+use crate::sampling::ladder::is_foreground;
 use crate::units::Pages;
 
 #[derive(Debug)]
@@ -65,11 +66,23 @@ impl Engine {
         marker.refresh(&mut self.table, *now_ns, ksm.broken, scheduler, pace);
     }
 
+    /// Whether marks should wait for regions that we're still reading. They don't wait for what the host can't read now.
+    fn waits_for_reading(&self) -> bool {
+        let mut is_out_of_reach = false;
+        for region in self.table.iter().filter(|region| is_foreground(region, &self.config)) {
+            if !region.survey.is_out_of_reach() {
+                return self.plan.reading.foreground;
+            }
+            is_out_of_reach = true;
+        }
+        self.plan.reading.foreground && !is_out_of_reach
+    }
+
     /// The spans to mark now.
     fn mark(&mut self) -> Vec<Change> {
         let pace = self.pace();
         let now_ns = self.snapshot.now_ns;
-        let more = self.plan.reading.foreground;
+        let more = self.waits_for_reading();
         let Ksmd { marker, scheduler } = &mut self.ksmd;
         let allowance = &mut self.spending.allowance;
         let means = Means { scheduler, allowance, headroom: &mut self.room.headroom };
@@ -84,7 +97,7 @@ impl Engine {
             ksm: &self.snapshot.ksm,
             ksmd_ns: self.snapshot.cost.ksmd_ns,
             marked: marked_resident(&self.table),
-            settled: none_marked && !self.plan.reading.foreground && !self.ksmd.marker.is_holding(),
+            settled: none_marked && !self.waits_for_reading() && !self.ksmd.marker.is_holding(),
             pace,
             room_ns: self.spending.total.room_ns(pace),
             hold: self.may_not_merge(),
