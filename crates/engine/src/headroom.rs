@@ -159,12 +159,20 @@ impl Headroom {
             Stays::Both => return Stays::Both,
         };
         for (stays, owner) in candidates {
-            if self.of(owner).is_none_or(|(_, left)| left > Pages(0)) {
-                self.take(owner, Pages(1));
+            if self.take_page(owner) {
                 return stays;
             }
         }
         Stays::Both
+    }
+
+    /// Uses up headroom for one page of a process. False if there's none.
+    pub fn take_page(&mut self, owner: OwnerKey) -> bool {
+        let has_room = self.of(owner).is_none_or(|(_, left)| left > Pages(0));
+        if has_room {
+            self.take(owner, Pages(1));
+        }
+        has_room
     }
 
     /// Uses up headroom for pages of a process.

@@ -140,8 +140,8 @@ impl Region {
 
     /// Whether a page that looks merged may in fact just be shared through fork. In marked mappings, Linux 6.12 shows
     /// both alike. On request, we know which pages we've merged.
-    pub fn may_be_shared(&self, sample: &PageSample, shows_lone: bool) -> bool {
-        let is_named = self.fork != Fork::Alone && self.is_named() && !shows_lone;
+    pub fn may_be_shared(&self, sample: &PageSample) -> bool {
+        let is_named = self.fork != Fork::Alone && self.is_named();
         is_named && sample.state == PageState::Merged && !self.usage.merged.contains(sample.page)
     }
 
@@ -398,11 +398,10 @@ impl Region {
         (duplicate > Pages(0)).then_some(Candidate { first, pages, resident, duplicate })
     }
 
-    /// How many of its pages ksmd has merged or may merge: the marked ones, ours and other programs', and the ones that
-    /// wait for unmarking.
-    pub fn mergeable(&self, waiting: Pages) -> Pages {
+    /// How many of its pages ksmd has merged or may merge: the marked ones, ours and other programs'.
+    pub fn mergeable(&self) -> Pages {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
-        (marked.max(self.view.marked) + waiting).min(self.resident())
+        marked.max(self.view.marked).min(self.resident())
     }
 
     /// The number of its resident pages. For a block we only know it after reading the block. Until then we assume that

@@ -328,7 +328,7 @@ impl Survey {
         for region in table.iter().filter(|region| self.members.contains(&region.view.owner)) {
             let place = place_of(region);
             let merged = Pages(self.merged.get(&place).copied().unwrap_or_default());
-            let pages = region.mergeable(Pages(0)).saturating_sub(merged);
+            let pages = region.mergeable().saturating_sub(merged);
             unmerged += pages;
             if pages > Pages(0) && !region.marks.spans.is_empty() {
                 regions.push((pages, place));

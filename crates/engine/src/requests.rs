@@ -11,7 +11,7 @@ use crate::index::{Index, Location};
 use crate::keys::RegionKey;
 use crate::region::Region;
 use crate::region::table::RegionTable;
-use crate::units::{Pages, Vpn};
+use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// After this many pages we keep another page for a content: KSM's default `max_page_sharing` is 256.
@@ -214,14 +214,13 @@ impl Requests {
             let Some(keep) = pair.keep else { continue };
             let Some(region) = table.get(keep.location.slot) else { continue };
             let owner = region.view.owner;
-            pair.needs_merged = *self.kept.entry(keep.location).or_insert_with(|| {
-                let has_room = headroom.of(owner).is_none_or(|(_, left)| left > Pages(0));
-                if has_room && !region.usage.merged.contains(keep.page) {
-                    headroom.take(owner, Pages(1));
-                    return false;
-                }
-                headroom.is_limited(owner)
-            });
+            let needs_merged = match self.kept.get(&keep.location) {
+                Some(&needs_merged) => needs_merged,
+                None if region.usage.merged.contains(keep.page) => headroom.is_limited(owner),
+                None => !headroom.take_page(owner),
+            };
+            self.kept.insert(keep.location, needs_merged);
+            pair.needs_merged = needs_merged;
         }
     }
 

@@ -54,7 +54,7 @@ use pagefold_procmem::os::pressure::PressureError;
 use pagefold_procmem::process::ReadError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -499,17 +499,14 @@ impl Host for LiveHost {
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
         let job = self.sampling_job(plan);
-        let mut unread: BTreeSet<RegionKey> = plan.runs.iter().map(|run| run.region).collect();
-        for read in &job.reads {
-            unread.remove(&read.region);
-        }
+        let unread = plan.runs.iter().map(|run| run.region).collect();
         let mut samples = Samples { unread, ..Samples::default() };
         let reader = self.reader.take().unwrap_or_default();
         match sample(reader, job) {
             Ok(read) => {
                 self.reader = Some(read.reader);
                 samples.pages = read.pages;
-                samples.unread.extend(read.unread);
+                samples.unread.retain(|region| !read.read.contains(region));
                 samples.merged = read.merged;
                 samples.counted = read.counted;
                 for (pid, error) in read.failed {
@@ -521,7 +518,6 @@ impl Host for LiveHost {
                 }
             }
             Err((pid, pending)) => {
-                samples.unread = plan.runs.iter().map(|run| run.region).collect();
                 if let Some(target) = self.targets.get_mut(&pid) {
                     target.set_timed_out(pending);
                     self.schedule.next_ns = 0;

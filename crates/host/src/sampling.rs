@@ -96,8 +96,8 @@ impl HashMode {
 pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
-    /// The regions that we didn't get to.
-    pub(crate) unread: BTreeSet<RegionKey>,
+    /// The regions that we got to.
+    pub(crate) read: BTreeSet<RegionKey>,
     pub(crate) merged: Vec<MergedSample>,
     /// Of the pages that we searched, the ones that are shared but not merged.
     others: Vec<StateSample>,
@@ -133,7 +133,7 @@ pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading
     let mut reading = PlanReading {
         reader,
         pages: Vec::new(),
-        unread: BTreeSet::new(),
+        read: BTreeSet::new(),
         merged: Vec::new(),
         others: Vec::new(),
         counted: None,
@@ -169,9 +169,9 @@ impl PlanReading {
         for read in &job.reads {
             let RegionRead { region, process, runs, .. } = read;
             if began.elapsed() > PATIENCE || !self.progress.begin(process) {
-                self.unread.insert(*region);
-                continue;
+                break;
             }
+            self.read.insert(*region);
             let pages = &mut self.pages;
             pages.reserve(runs.iter().map(|run| run.1 as usize).sum());
             let result = job.hash_mode.visit_runs(&mut self.reader, read, |view, digest| {

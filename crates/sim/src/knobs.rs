@@ -77,6 +77,8 @@ pub struct Knobs {
     pub shows_lone: bool,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
+    /// How many real pages one simulated page stands for: a power of two.
+    ///
     /// What we give to the simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages. Costs,
     /// counters and scan rates are in real pages.
     pub granularity: u32,

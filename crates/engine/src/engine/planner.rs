@@ -17,8 +17,8 @@ pub(super) trait Planner {
     /// The orders of this cycle, once all its samples are judged.
     fn actions(&self, engine: &mut Engine) -> Actions;
 
-    /// How many of a region's pages are or may be merged. `waiting` pages of it wait for unmarking.
-    fn mergeable(&self, region: &Region, waiting: Pages) -> Pages;
+    /// How many of a region's pages are or may be merged, besides the ones that wait for unmarking.
+    fn mergeable(&self, region: &Region) -> Pages;
 
     /// How many more pages a region's process needs at worst, if it writes to all its merged pages.
     fn may_return(&self, region: &Region) -> Pages;

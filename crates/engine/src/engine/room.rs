@@ -52,7 +52,7 @@ impl Engine {
         let waiting = self.waiting();
         let mergeable = by_owner(&self.table, limits, |region| {
             let waiting = waiting.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
-            planner.mergeable(region, waiting)
+            (planner.mergeable(region) + waiting).min(region.resident())
         });
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
         self.look_for_relief();

@@ -31,7 +31,7 @@ impl Engine {
             }
             self.contents.bottom_pages += u64::from(region.life.level() == 1);
             self.plan.read += u64::from(sample.state.is_read(region.reads_forked()));
-            if region.may_be_shared(&sample, self.snapshot.shows_lone) {
+            if !self.snapshot.shows_lone && region.may_be_shared(&sample) {
                 sample.state = PageState::Shared;
             }
             self.record_frame(slot, &sample);

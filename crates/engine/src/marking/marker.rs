@@ -183,14 +183,14 @@ impl Marker {
                 scheduler.request(region.view.resident);
                 continue;
             }
-            let before = region.mergeable(Pages(0));
+            let before = region.mergeable();
             for span in spans {
                 self.added.insert((region.view.key, span.first), Wave { walked: marked, ..gain(region, &[span]) });
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
             }
-            headroom.take(region.view.owner, region.mergeable(Pages(0)).saturating_sub(before));
+            headroom.take(region.view.owner, region.mergeable().saturating_sub(before));
         }
         marks
     }
@@ -340,7 +340,7 @@ impl Marker {
         let kept = region.beside(&region.marks.spans, first, end);
         if region.marks.spans.is_empty() {
             for page in first.0..end.0 {
-                region.usage.merged.remove(Vpn(page));
+                region.usage.forget_merged(Vpn(page));
             }
             self.queue(Span { region: key, first, pages }, why);
         }
@@ -667,7 +667,7 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
     region.hold.full = None;
     let owner = region.view.owner;
     let Some((limit, left)) = headroom.of(owner) else { return };
-    let before = region.mergeable(Pages(0));
+    let before = region.mergeable();
     let mut marked = Pages(0);
     for mark in &region.marks.spans {
         if !spans.iter().any(|span| covers(span, mark)) {

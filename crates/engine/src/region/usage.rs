@@ -51,12 +51,25 @@ struct BusyPages {
 impl Usage {
     /// Records that a page isn't merged. If it was before, its process has written it since.
     pub fn record_unmerged(&mut self, page: Vpn) {
-        if !self.merged.is_empty() && self.merged.remove(page) {
+        if !self.merged.is_empty() && self.forget_merged(page) {
             self.written.insert(page);
-            if let Some(contents) = &mut self.contents {
-                contents.remove(&page);
-            }
         }
+    }
+
+    /// Records that a page is merged, and its content. Returns whether we knew that.
+    pub fn note_merged(&mut self, page: Vpn, digest: Digest) -> bool {
+        if let Some(contents) = &mut self.contents {
+            contents.insert(page, digest.fingerprint());
+        }
+        !self.merged.insert(page)
+    }
+
+    /// Forgets that a page is merged. Returns whether we took it for merged.
+    pub fn forget_merged(&mut self, page: Vpn) -> bool {
+        if let Some(contents) = &mut self.contents {
+            contents.remove(&page);
+        }
+        self.merged.remove(page)
     }
 
     /// Records that a page was merged on request. Returns whether it was merged before.
@@ -64,10 +77,7 @@ impl Usage {
         if self.written.contains(page) {
             self.cow_breaks.record_merged(page, now_ns, now_ns, digest);
         }
-        if let Some(contents) = &mut self.contents {
-            contents.insert(page, digest.fingerprint());
-        }
-        !self.merged.insert(page)
+        self.note_merged(page, digest)
     }
 
     /// Records that a page couldn't be merged because it was in use.

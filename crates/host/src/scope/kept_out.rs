@@ -102,8 +102,7 @@ impl KeptOut {
         let new = entries_of(spec, found, Verdict::In);
         // An entry may be for programs that aren't running now, or for a process that has ended and left children.
         let mut out = self.entries.iter().filter(|entry| !entry.is_in());
-        let is_undone =
-            out.any(|entry| spec.0.iter().any(|other| other.is_same(&entry.selector) || *other == Selector::All));
+        let is_undone = out.any(|entry| entry.selector.is_among(&spec.0) || Selector::All.is_among(&spec.0));
         if were_out.is_empty() && !is_undone {
             return Err(KeptOutError::NotKeptOut(spec.to_string()));
         }

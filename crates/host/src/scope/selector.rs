@@ -53,6 +53,11 @@ impl Selector {
         }
     }
 
+    /// Whether one of these selects the same.
+    pub fn is_among(&self, others: &[Self]) -> bool {
+        others.iter().any(|other| other.is_same(self))
+    }
+
     /// `pid`, `all`, or one of [`Self::NAMED`].
     pub fn kind(&self) -> &'static str {
         match self {

@@ -121,7 +121,7 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
     let mut file = EnabledFile::open(&args.config, true)?;
     let mut list = file.list.clone();
     for selector in &spec.0 {
-        if !list.iter().any(|other| other.is_same(selector)) {
+        if !selector.is_among(&list) {
             list.push(selector.clone());
         }
     }
@@ -142,8 +142,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     let spec = args.spec()?;
     preflight::see_cgroups();
     let mut file = EnabledFile::open(&args.config, false)?;
-    let is_enabled = |selector: &Selector| file.list.iter().any(|other| other.is_same(selector));
-    if let Some(absent) = spec.0.iter().find(|selector| !is_enabled(selector)) {
+    if let Some(absent) = spec.0.iter().find(|selector| !selector.is_among(&file.list)) {
         // An earlier call may have been interrupted before the daemon read the file.
         let _ = ask::<Reloaded>(&Request::Reload);
         let line = format!(
@@ -155,7 +154,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     let found = resolve_for_including(&spec, &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))?;
     let pids: Vec<i32> = found.iter().map(ProcessInfo::pid).collect();
     let mut list = file.list.clone();
-    list.retain(|selector| !spec.0.iter().any(|other| other.is_same(selector)));
+    list.retain(|selector| !selector.is_among(&spec.0));
     let daemon = match reload(args, &mut file, list)? {
         None => DaemonState::Absent,
         Some(scope) => DaemonState::Reloaded(scope),

@@ -36,8 +36,8 @@ impl Planner for Marks {
         Actions { mark, unmark, stop: engine.spending.allowance.stop_size(), scan, moves, ..Actions::default() }
     }
 
-    fn mergeable(&self, region: &Region, waiting: Pages) -> Pages {
-        region.mergeable(waiting)
+    fn mergeable(&self, region: &Region) -> Pages {
+        region.mergeable()
     }
 
     fn may_return(&self, region: &Region) -> Pages {
@@ -68,14 +68,11 @@ impl Engine {
 
     /// Whether marks should wait for regions that we're still reading. They don't wait for what the host can't read now.
     fn waits_for_reading(&self) -> bool {
-        let mut is_out_of_reach = false;
-        for region in self.table.iter().filter(|region| is_foreground(region, &self.config)) {
-            if !region.survey.is_out_of_reach() {
-                return self.plan.reading.foreground;
-            }
-            is_out_of_reach = true;
+        if !self.plan.reading.foreground {
+            return false;
         }
-        self.plan.reading.foreground && !is_out_of_reach
+        let mut unfinished = self.table.iter().filter(|region| is_foreground(region, &self.config)).peekable();
+        unfinished.peek().is_none() || unfinished.any(|region| !region.survey.is_out_of_reach())
     }
 
     /// The spans to mark now.

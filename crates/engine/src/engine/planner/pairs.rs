@@ -42,9 +42,8 @@ impl Planner for Pairs {
     }
 
     /// The pages that we've merged, or all resident pages if others may have been merged, too.
-    fn mergeable(&self, region: &Region, waiting: Pages) -> Pages {
-        let resident = region.resident();
-        if region.usage.readings_due > 0 { resident } else { (region.usage.merged.len() + waiting).min(resident) }
+    fn mergeable(&self, region: &Region) -> Pages {
+        if region.usage.readings_due > 0 { region.resident() } else { region.usage.merged.len() }
     }
 
     /// All duplicates that we found in the region.
@@ -172,10 +171,7 @@ impl Engine {
     /// stays, unless the other one is merged as well. Returns whether we've named a pair.
     fn pair_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
         let Some(region) = self.table.get_mut(slot) else { return false };
-        region.usage.merged.insert(sample.page);
-        if let Some(contents) = &mut region.usage.contents {
-            contents.insert(sample.page, sample.digest.fingerprint());
-        }
+        region.usage.note_merged(sample.page, sample.digest);
         let domain = region.view.domain;
         let own = IndexedPage::new(region, slot, sample.page);
         let may_be_requested = region.may_be_requested(self.snapshot.now_ns, &self.config);
