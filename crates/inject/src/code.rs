@@ -95,7 +95,7 @@ fn is_mapped(entry: u64) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     fn own() -> Code {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     /// `pages` pages of private memory of a file, none of them mapped yet.
-    fn unmapped(pages: usize) -> u64 {
+    pub fn unmapped(pages: usize) -> u64 {
         let file = File::open("/proc/self/exe").unwrap();
         // SAFETY: a new mapping, not yet used by anything.
         let memory = unsafe {

@@ -39,20 +39,32 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
         // A process without memory is about to end.
         return Err(InjectError::Busy { pid: process.pid() });
     }
-    for Executable { start, end, vdso } in executable {
+    find_in(process, code, &executable)
+}
+
+fn find_in(process: &Process, code: &Code, executable: &[Executable]) -> Result<u64, InjectError> {
+    let mut has_code = false;
+    for &Executable { start, end, vdso } in executable {
         let mut found = None;
         let searched = start..end.min(start.saturating_add(SEARCHED_BYTES));
-        code.search(searched, vdso, |at, bytes| match bytes.windows(2).position(|pair| pair == SYSCALL) {
-            Some(offset) => {
-                found = Some(at + u64::try_from(offset).unwrap_or(0));
-                ControlFlow::Break(())
+        code.search(searched, vdso, |at, bytes| {
+            has_code = true;
+            match bytes.windows(2).position(|pair| pair == SYSCALL) {
+                Some(offset) => {
+                    found = Some(at + u64::try_from(offset).unwrap_or(0));
+                    ControlFlow::Break(())
+                }
+                None => ControlFlow::Continue(()),
             }
-            None => ControlFlow::Continue(()),
         })
         .map_err(InjectError::from_read)?;
         if let Some(found) = found {
             return Ok(found);
         }
+    }
+    if !has_code {
+        // The process is in the middle of an exec.
+        return Err(InjectError::Busy { pid: process.pid() });
     }
     Err(InjectError::NoInstruction { pid: process.pid() })
 }
@@ -87,6 +99,8 @@ pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::code::tests::unmapped;
+    use pagefold_engine::units::PAGE_BYTES;
     use std::os::unix::fs::FileExt;
 
     #[test]
@@ -98,6 +112,16 @@ mod tests {
             ffffffffff600000-ffffffffff601000 r-xp 00000000 00:00 0                  [vsyscall]\n";
         let found: Vec<_> = executable(&maps[..]).iter().map(|code| (code.start, code.end, code.vdso)).collect();
         assert_eq!(found, [(0x7fff_0000, 0x7fff_2000, true), (0x40_0000, 0x40_1000, false)]);
+    }
+
+    #[test]
+    fn a_process_that_has_no_code_mapped_in_yet_is_asked_again() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let code = Code::open(&own, own.pid()).unwrap();
+        // As in the middle of an exec: a mapping of the program without a page in it.
+        let start = unmapped(1);
+        let found = find_in(&own, &code, &[Executable { start, end: start + PAGE_BYTES, vdso: false }]);
+        assert!(matches!(found, Err(InjectError::Busy { .. })), "{found:?}");
     }
 
     #[test]

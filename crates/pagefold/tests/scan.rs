@@ -200,7 +200,9 @@ fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
         return skip_unsupported("no control groups are mounted");
     };
     let own = Cgroup::create(hierarchy).unwrap();
+    // Until the child runs sleep, it's a fork of the shell, and an exec in the middle would end what we scan.
     let script = "sleep 30 & echo $! > $2/cgroup.procs
+        until grep -q sleep /proc/$!/comm; do :; done
         echo $$ > $3/cgroup.procs
         unshare --cgroup sh -c 'grep -q /../ /proc/'$!/cgroup' && exec $0 scan --json --cgroup $1' $1 $2
         kill $!";
