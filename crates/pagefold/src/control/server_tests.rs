@@ -2,6 +2,7 @@ use super::*;
 use crate::control::protocol::{SCHEMA, Selectors};
 use pagefold_procmem::os::peer::own_uid;
 use std::io::BufRead;
+use std::sync::mpsc;
 
 /// A server in a temporary directory that answers each request with the request itself.
 fn server() -> (tempfile::TempDir, PathBuf, Server) {
@@ -95,10 +96,20 @@ fn the_longest_request_is_answered() {
 
 #[test]
 fn silent_and_slow_clients_delay_no_other() {
-    let (_dir, path, _server) = server();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("below/control.sock");
+    let (begun, begins) = mpsc::channel();
+    let answer_slowly = move |request: Request, uid| {
+        if request == Request::Pause {
+            let _ = begun.send(());
+        }
+        echo(request, uid)
+    };
+    let _server = Server::start(&path, false, None, Arc::new(answer_slowly)).unwrap();
     let silent: Vec<UnixStream> = (0..CONNECTIONS_MOST - 2).map(|_| UnixStream::connect(&path).unwrap()).collect();
     let mut slow = UnixStream::connect(&path).unwrap();
     slow.write_all(Request::Pause.line().as_bytes()).unwrap();
+    begins.recv_timeout(REQUEST_LIMIT).unwrap();
     let before = Instant::now();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert!(before.elapsed() < REQUEST_LIMIT / 2, "{:?}", before.elapsed());
