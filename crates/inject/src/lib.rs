@@ -45,7 +45,7 @@ use pagefold_engine::host::Stops;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::stops::StopLengths;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::{ATTEMPTS, REQUESTS};
+use pagefold_procmem::stalls::{ATTEMPTS, Origin, REQUESTS};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 use thiserror::Error;
@@ -303,12 +303,13 @@ pub fn inject_into(
     if ATTEMPTS.has_thread(process) {
         return Err(InjectError::TimedOut { pid, what: "let go of the last call".into() });
     }
-    if !calls.is_empty() && !REQUESTS.admits(process) {
+    let origin = Origin::of(process);
+    if !calls.is_empty() && !REQUESTS.admits(origin) {
         return Err(InjectError::OthersStalled { pid });
     }
     let began = Instant::now();
     let result = run(process, Some(program), None, calls, limits, true);
-    REQUESTS.charge(process, began.elapsed());
+    REQUESTS.charge(origin, began.elapsed());
     result
 }
 

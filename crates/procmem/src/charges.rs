@@ -46,15 +46,12 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     inodes.insert(fs::metadata(dir)?.ino());
     let mut left: Vec<PathBuf> = vec![dir.to_owned()];
     while let Some(dir) = left.pop() {
-        let entries = match fs::read_dir(&dir) {
-            Ok(entries) => entries,
-            // Somebody has just removed the directory.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
-        };
-        for entry in entries {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() && inodes.len() < CGROUPS_MOST {
+        // Somebody may have just removed the directory, or nested cgroups beyond the longest path. What is charged to the
+        // other cgroups must be found all the same.
+        let Ok(entries) = fs::read_dir(&dir) else { continue };
+        for entry in entries.map_while(Result::ok) {
+            let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
+            if is_dir && inodes.len() < CGROUPS_MOST {
                 inodes.insert(entry.ino());
                 left.push(entry.path());
             }
@@ -66,6 +63,17 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{Mode, OFlags, mkdirat, open, openat};
+
+    fn nest_beyond_the_longest_path(dir: &Path) {
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let name = "n".repeat(255);
+        let mut at = open(dir, flags, Mode::empty()).unwrap();
+        for _ in 0..17 {
+            mkdirat(&at, &name, Mode::RWXU).unwrap();
+            at = openat(&at, &name, flags, Mode::empty()).unwrap();
+        }
+    }
 
     #[test]
     fn frames_of_a_cgroup_and_those_below_are_found() {
@@ -79,6 +87,8 @@ mod tests {
         fs::write(&file, words.map(u64::to_ne_bytes).concat()).unwrap();
         let charged =
             |dir: &str| Charges::at(&file, &root.path().join(dir)).unwrap().look_up(&[5, 0, 1, 2, 3, 4, 99]).unwrap();
+        assert_eq!(charged("pod"), [true, true, false, true, false, true, false]);
+        nest_beyond_the_longest_path(&root.path().join("pod"));
         assert_eq!(charged("pod"), [true, true, false, true, false, true, false]);
         assert_eq!(charged("pod/one"), [true, false, false, true, false, false, false]);
         assert!(Charges::at(&file, &root.path().join("gone")).is_err());

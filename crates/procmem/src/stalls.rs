@@ -172,17 +172,17 @@ impl Register {
 pub struct TimeShares(Mutex<Spent>);
 
 impl TimeShares {
-    /// Whether a process may take more of the injector's time now.
-    pub fn admits(&self, process: &Process) -> bool {
-        let spent = locked(&self.0);
-        spent.0.is_empty() || spent.admits(Origin::of(process), Instant::now())
+    /// Whether a process from there may take more of the injector's time now.
+    pub fn admits(&self, origin: Origin) -> bool {
+        locked(&self.0).admits(origin, Instant::now())
     }
 
-    /// Records that a request for a process has taken this long.
-    pub fn charge(&self, process: &Process, took: Duration) {
+    /// Records that a request for a process has taken this long. `origin` is from before the request, because the
+    /// process may have ended meanwhile.
+    pub fn charge(&self, origin: Origin, took: Duration) {
         let took = took.saturating_sub(FREE);
         if !took.is_zero() {
-            locked(&self.0).charge(Origin::of(process), took, Instant::now());
+            locked(&self.0).charge(origin, took, Instant::now());
         }
     }
 }
@@ -224,7 +224,8 @@ pub struct Origin {
     /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
     /// root made it, the process's own user.
     user: u32,
-    /// A hash of its cgroups. `None` in the root cgroup, where every user's processes may be.
+    /// A hash of its cgroups, which is the same for all processes that hide them by paths of over 4 KiB. `None` in the
+    /// root cgroup, where every user's processes may be.
     cgroup: Option<u64>,
 }
 
@@ -242,7 +243,7 @@ impl Origin {
     }
 
     pub fn of(process: &Process) -> Self {
-        let cgroups = process.read_file("cgroup").unwrap_or_default();
+        let cgroups = process.read_file("cgroup").unwrap_or_else(|_| b"unreadable".to_vec());
         let is_root = cgroups.split(|&byte| byte == b'\n').all(|line| line.is_empty() || line.ends_with(b":/"));
         let mut cgroup = DefaultHasher::new();
         cgroups.hash(&mut cgroup);
