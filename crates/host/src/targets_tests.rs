@@ -82,6 +82,17 @@ fn serve_requests(line: &UnixStream) -> ! {
                     maps += 1;
                     mapped == at && libc::madvise(at, 4096, libc::MADV_POPULATE_WRITE) == 0
                 }
+                b'a' => {
+                    // Replaces its auxv, without an exec. The addresses only have to be in order.
+                    let auxv = [libc::AT_NULL, 0];
+                    let mut map = [0x2_0000; 13];
+                    map[0] = 0x1_0000;
+                    map[11] = auxv.as_ptr().addr() as u64;
+                    // The size of the new auxv, and no executable.
+                    map[12] = u64::from(u32::MAX) << 32 | size_of_val(&auxv) as u64;
+                    let bytes = size_of_val(&map);
+                    libc::prctl(libc::PR_SET_MM, libc::PR_SET_MM_MAP, map.as_ptr(), bytes, 0) == 0
+                }
                 b'l' => {
                     // Maps and unmaps until the next request.
                     libc::write(fd, order.as_ptr().cast(), 1);
@@ -448,6 +459,18 @@ fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
         assert!(watched.at(FIRST).is_none(), "{why}");
         assert!(watched.target.left_out.iter().any(|(_, _, reason)| *reason == why), "{:?}", watched.target.left_out);
     }
+}
+
+#[test]
+fn a_process_that_replaces_its_auxv_keeps_its_marks_in_the_account() {
+    let mut watched = Watched::new();
+    watched.target.set_marked();
+    watched.target.unmerge(0);
+    let image = watched.target.image();
+    watched.child.request(b'a');
+    watched.refresh_after(10 * SECOND);
+    assert_ne!(watched.target.image(), image);
+    assert!(watched.target.marks.are_set && watched.target.pending.is_some());
 }
 
 /// If other processes have used up our patience, or the injector takes long, the process hasn't stalled.

@@ -32,6 +32,19 @@ fn each_rule_for_processes_excludes() {
 }
 
 #[test]
+fn a_script_is_denied_by_its_command_name_and_never_allowed_by_it() {
+    let own = Arc::new(Process::open(crate::scope::own_pid()).unwrap());
+    let mut script = ProcessInfo::of(&own).unwrap();
+    script.stat.comm = b"pass".to_vec();
+    let denied_by = |entry: &str| Some(Exclusion::DenyListed { entry: entry.into() });
+    let deny = DenyList::default();
+    assert_eq!(judge_process(&script, Dumpable::Yes, &deny), denied_by("pass"));
+    assert_eq!(judge_process(&script, Dumpable::Yes, &deny.with(&[], &["pass".into()])), denied_by("pass"));
+    script.stat.comm = b"other".to_vec();
+    assert_eq!(judge_process(&script, Dumpable::Yes, &DenyList::default()), None);
+}
+
+#[test]
 fn ksmd_merges_32_bit_programs_only_if_they_have_marked_themselves() {
     use Dumpable::{Unknown, Yes};
     use Mechanism::{Ksmd, Request};

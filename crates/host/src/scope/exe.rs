@@ -202,7 +202,7 @@ pub(crate) fn is_named(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool 
 
 /// Whether only root can change the file or directory at this path. If `id` is given it must be that file. The path
 /// must have no links.
-fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
+pub(super) fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
     let mut walked = PathBuf::new();
     let mut last_mount = None;
     let length = path.components().count();
@@ -229,18 +229,6 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
         }
     }
     Ok(())
-}
-
-/// Reads the beginning of a file, if its path is absolute and root alone can change the file. The path must have no
-/// links.
-pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
-    if !path.is_absolute() {
-        return None;
-    }
-    only_roots(path, Some(Found::of_path(path).ok()?.id)).ok()?;
-    let mut text = Vec::new();
-    fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
-    Some(text)
 }
 
 /// The place of a mount in the text of `/proc/PID/mountinfo`: device, root and mount point. Mounts with the same place

@@ -10,10 +10,12 @@
 //! server doesn't respond, so we read them on a thread that we may abandon. If we can't read something, that counts as
 //! a no.
 
+use crate::scope::exe::only_roots;
 use crate::scope::opt_out_unit;
 use crate::scope::workload::{guest_of, is_number};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
+use pagefold_procmem::file_id::Found;
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::os::locked;
@@ -217,12 +219,35 @@ pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Resu
         Err(_) if fs::read_link(path).is_ok_and(|target| target == Path::new("/dev/null")) => return Ok(Vec::new()),
         found => found?,
     };
-    let mut text = Vec::new();
-    if found.metadata()?.is_file() {
-        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
-        file.take(most).read_to_end(&mut text)?;
+    Ok(read_found(&found, most)?.unwrap_or_default())
+}
+
+/// Reads the beginning of a regular file that we've found. `None` if it's something else, or belongs to a file system in
+/// which the kernel shows itself (/proc, /sys, tracing): reading such a file may take its contents away, or wait for
+/// more. These file systems have no blocks.
+fn read_found(found: &File, most: u64) -> io::Result<Option<Vec<u8>>> {
+    const WITHOUT_BLOCKS: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x6573_5546]; // tmpfs without a limit, ramfs, FUSE
+    if !found.metadata()?.is_file() {
+        return Ok(None);
     }
-    Ok(text)
+    let system = rustix::fs::fstatfs(found)?;
+    if system.f_blocks == 0 && !WITHOUT_BLOCKS.contains(&system.f_type) {
+        return Ok(None);
+    }
+    let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+    let mut text = Vec::new();
+    file.take(most).read_to_end(&mut text)?;
+    Ok(Some(text))
+}
+
+/// Reads the beginning of a file, if its path is absolute and root alone can change the file. The path must have no
+/// links.
+pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
+    if !path.is_absolute() {
+        return None;
+    }
+    only_roots(path, Some(Found::of_path(path).ok()?.id)).ok()?;
+    read_found(&find(path, &[]).ok()?, most).ok()?
 }
 
 /// The names in a directory. There may be at most `room`, which we reduce by their number. `None` if there are more, or

@@ -9,7 +9,7 @@
 //! from being merged. The command line is memory of the process, which may have rewritten it, so we read it once after
 //! each exec, and only in part if it's long.
 
-use crate::scope::exe::read_roots_file;
+use crate::scope::opt_out::read_roots_file;
 use pagefold_procmem::os::abandonable::{advance, run_abandonable};
 use pagefold_procmem::process::{Process, ReadError};
 use serde::Deserialize;

@@ -118,14 +118,15 @@ fn a_file_of_options_is_read_in_its_place() {
 
 #[test]
 fn only_files_of_root_alone_are_read_for_a_process() {
-    use crate::scope::exe::read_roots_file;
     let root = Root::new();
     root.write("/a", "text").write("/theirs", "text");
     let path = |name: &str| root.0.path().join(name);
     assert_eq!(read_roots_file(&path("a"), 3).as_deref(), Some(&b"tex"[..]));
     symlink(path("a"), path("link")).unwrap();
     fs::set_permissions(path("theirs"), std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
-    for refused in [path("link"), path("theirs"), path("none"), path(""), "/dev/zero".into(), "Cargo.toml".into()] {
+    let of_the_kernel: PathBuf = "/proc/version".into();
+    let others = [path("link"), path("theirs"), path("none"), path(""), "/dev/zero".into(), "Cargo.toml".into()];
+    for refused in others.into_iter().chain([of_the_kernel]) {
         assert_eq!(read_roots_file(&refused, 3), None, "{}", refused.display());
     }
 }

@@ -5,6 +5,7 @@
 //! each time. If a change excludes the process, or moves it to another trust domain, we unmark its memory before we
 //! mark anything else. After an exec we start from scratch.
 
+use super::marks::MarkRecord;
 use super::{Marks, Target};
 use crate::huge_mappings::HugeMappings;
 use crate::judge::{Judge, Verdict};
@@ -185,10 +186,12 @@ impl Target {
     }
 
     fn forget_program(&mut self) {
+        // The image may change without an exec, since a process can replace its auxv (PR_SET_MM). Its marks remain.
+        if !self.space().is_some_and(AddressSpace::exists) {
+            self.marks = MarkRecord::default();
+            self.pending = None;
+        }
         self.check = LastCheck::default();
-        self.marks.are_set = false;
-        self.marks.are_cleared = false;
-        self.pending = None;
         self.listing = None;
         self.huge = HugeMappings::default();
         self.info.exe = None;
@@ -205,7 +208,15 @@ impl Target {
     }
 
     fn recheck_now(&mut self, judge: &mut Judge<'_>) -> Result<bool, ReadError> {
-        let cgroups = judge.cgroup_info(cgroups_of(&self.info.process)?);
+        let cgroups = match cgroups_of(&self.info.process) {
+            // The kernel shows no longer paths, so we can't tell who has opted out (`proc_cgroup_show`,
+            // kernel/cgroup/cgroup.c).
+            Err(ReadError::Io { source, .. }) if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+                let cgroup = "a cgroup with a path of over 4096 bytes".to_owned();
+                return Ok(self.exclude(Some(Exclusion::OptedOut(OptOut::Unknown { cgroup }))));
+            }
+            cgroups => judge.cgroup_info(cgroups?),
+        };
         let cpu_ns = process_cpu_ns(self.info.pid());
         if !self.may_have_changed(&cgroups, cpu_ns) {
             return Ok(false);
