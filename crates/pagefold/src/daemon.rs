@@ -397,9 +397,11 @@ fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome:
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::cached::Cached;
     use crate::control::protocol::Request;
-    use crate::control::queue::RequestSender;
+    use crate::control::queue::{Facts, RequestSender};
     use crate::golden::{Run, Simulated};
+    use std::sync::atomic::AtomicU32;
     use std::sync::mpsc::channel;
     use std::time::{Duration, Instant};
 
@@ -446,6 +448,26 @@ mod tests {
         daemon.stop.store(true, Ordering::Relaxed);
         daemon.run_cycles().unwrap();
         assert_eq!(daemon.backend.now_ns(), ended_ns);
+    }
+
+    #[test]
+    fn members_who_ask_all_the_time_share_one_answer() {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let make = |_: &Facts| Ok(MADE.fetch_add(1, Ordering::Relaxed).to_string());
+        let (mut daemon, sender) = daemon(Duration::from_secs(20));
+        let began = Instant::now();
+        let member = std::thread::spawn(move || {
+            let mut cached = Cached::new(sender, make);
+            for _ in 0..1_000 {
+                cached.get().unwrap();
+            }
+        });
+        while !member.is_finished() {
+            daemon.serve_requests();
+        }
+        member.join().unwrap();
+        let answers = MADE.load(Ordering::Relaxed);
+        assert!(u64::from(answers) <= 1 + began.elapsed().as_secs(), "{answers}");
     }
 
     #[test]

@@ -11,26 +11,17 @@ mod text;
 use crate::background::Background;
 use crate::commands::status::Status;
 use crate::config::options::{METRICS_INTERVAL, Options};
-use crate::control::protocol::Request;
+use crate::control::cached::Cached;
 use crate::control::queue::RequestSender;
 use anyhow::{Context, Result};
 use file::MetricsFile;
 use pagefold_host::os::sockets;
-use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::exit::{self, Exit};
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
-
-/// We cache a page for at least this long.
-const AGE_LEAST: Duration = Duration::from_secs(1);
-/// We cache a page for at most this long.
-const AGE_MOST: Duration = Duration::from_secs(10);
-/// Between these bounds, we cache a page for so long that making pages takes at most 1/`PAGE_PART` of a core.
-const PAGE_PART: u32 = 1_000;
+use std::time::Duration;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsSettings {
@@ -86,19 +77,23 @@ impl Metrics {
     /// Starts the server and the thread that writes the file. Dropping the result removes the file.
     pub fn start(self, requests: &RequestSender) -> Option<Background<()>> {
         if !self.listeners.is_empty() {
-            let mut page = Page::new(requests.clone());
+            let mut page = page(requests);
             let listeners = self.listeners;
             let thread = thread::Builder::new().name("metrics".into());
             if let Err(error) = thread.spawn(move || http::serve(&listeners, move || page.get())) {
                 complain!("cannot start the thread for metrics: {error}; they are not served");
             }
         }
-        let mut page = Page::new(requests.clone());
+        let mut page = page(requests);
         let started = self.file?.start(self.interval, move || page.get());
         started
             .inspect_err(|error| complain!("cannot start the thread for metrics: {error}; they are not written"))
             .ok()
     }
+}
+
+fn page(requests: &RequestSender) -> Cached {
+    Cached::new(requests.clone(), |facts| Ok(families::page(&Status::of(facts))))
 }
 
 fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
@@ -110,32 +105,4 @@ fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
         _ => (exit::FAILURE, "in the service, enable pagefold-metrics.socket instead"),
     };
     Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))
-}
-
-/// The metrics as text, cached so that frequent requests can't keep this process busy.
-struct Page {
-    requests: RequestSender,
-    text: Arc<str>,
-    expires: Instant,
-}
-
-impl Page {
-    fn new(requests: RequestSender) -> Self {
-        Self { requests, text: Arc::from(""), expires: Instant::now() }
-    }
-
-    /// Returns the page. If the cached one has expired, makes a new one.
-    ///
-    /// # Errors
-    /// The main loop doesn't answer, or has ended.
-    fn get(&mut self) -> Result<Arc<str>, String> {
-        if Instant::now() >= self.expires {
-            let before_ns = thread_cpu_ns();
-            let facts = self.requests.send(Request::Status)?;
-            self.text = families::page(&Status::of(&facts)).into();
-            let cost = Duration::from_nanos(thread_cpu_ns() - before_ns + facts.cost_ns);
-            self.expires = Instant::now() + (cost * PAGE_PART).clamp(AGE_LEAST, AGE_MOST);
-        }
-        Ok(self.text.clone())
-    }
 }
