@@ -35,7 +35,7 @@ CARGO ?= cargo
 
 .PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
-    install-files install-program pages lab-pages deb deb-test systemd-test tarball release release-twice
+    install-files install-documents install-program pages lab-pages deb deb-test systemd-test tarball release release-twice
 
 build:
 	$(CARGO) build --release --locked -p pagefold
@@ -190,12 +190,20 @@ install-program:
 	install -D -t $(DESTDIR)$(PREFIX)/bin $(BIN)/$(PROGRAM)
 	cp -r target/pages/$(PROGRAM)/share $(DESTDIR)$(PREFIX)
 
-install-files: install-program
+# Links to files that we don't install become plain words.
+DOCUMENTS := $(DESTDIR)$(PREFIX)/share/doc/pagefold
+
+install-documents:
+	install -D -m 644 -t $(DOCUMENTS) README.md SECURITY.md CHANGELOG.md
+	install -D -m 644 -t $(DOCUMENTS)/docs docs/*.md docs/*.svg
+	sed -E -i 's,\[([^]]*)\]\((\.\./)?(CONTRIBUTING|crates|fleet|fuzz|kernel|lab|packaging|xen)[^)]*\),\1,g' \
+	    $(DOCUMENTS)/*.md $(DOCUMENTS)/docs/*.md
+
+install-files: install-program install-documents
 	install -D -m 644 -t $(DESTDIR)$(UNITS) packaging/systemd/*
 	sed -i 's,/usr/local/bin/,$(PREFIX)/bin/,' $(patsubst packaging/systemd/%,$(DESTDIR)$(UNITS)/%,$(wildcard packaging/systemd/*))
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold README.md SECURITY.md CHANGELOG.md docs/*.md docs/*.svg
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold/examples/prometheus packaging/prometheus/*
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold/examples/grafana packaging/grafana/*
+	install -D -m 644 -t $(DOCUMENTS)/examples/prometheus packaging/prometheus/*
+	install -D -m 644 -t $(DOCUMENTS)/examples/grafana packaging/grafana/*
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml
 

@@ -32,8 +32,8 @@ fn files(folder: &Path, extension: &str) -> Vec<PathBuf> {
     files
 }
 
-fn documents() -> Vec<(PathBuf, String)> {
-    files(&root(), "md").into_iter().map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
+fn documents(folder: &Path) -> Vec<(PathBuf, String)> {
+    files(folder, "md").into_iter().map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
 }
 
 /// The code blocks in a language, each as a list of lines.
@@ -50,7 +50,7 @@ fn blocks<'a>(text: &'a str, language: &str) -> Vec<Vec<&'a str>> {
 #[test]
 fn every_command_of_an_example_is_accepted() {
     let mut seen = 0;
-    for (path, text) in documents() {
+    for (path, text) in documents(&root()) {
         for line in blocks(&text, "sh").concat() {
             let line = line.split_once(" #").map_or(line, |(command, _)| command).trim();
             let mut words = line.split_ascii_whitespace();
@@ -79,7 +79,7 @@ fn every_configuration_of_an_example_is_valid() {
         Command::new(program()).args(["config", "check"]).arg(&file).output().unwrap()
     };
     let mut seen = 0;
-    for (path, text) in documents() {
+    for (path, text) in documents(&root()) {
         for lines in blocks(&text, "toml") {
             seen += 1;
             let output = check(&lines.join("\n"));
@@ -105,10 +105,10 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-#[test]
-fn every_link_leads_to_a_file_and_a_heading() {
+/// Checks the links of these documents, and returns their number.
+fn check_links(documents: Vec<(PathBuf, String)>) -> usize {
     let mut seen = 0;
-    for (path, text) in documents() {
+    for (path, text) in documents {
         for link in prose(&text).split("](").skip(1) {
             let link = link.split(')').next().unwrap();
             if link.contains("://") {
@@ -126,7 +126,23 @@ fn every_link_leads_to_a_file_and_a_heading() {
             }
         }
     }
+    seen
+}
+
+#[test]
+fn every_link_leads_to_a_file_and_a_heading() {
+    let seen = check_links(documents(&root()));
     assert!(seen > 50, "{seen} links");
+}
+
+#[test]
+fn every_link_leads_somewhere_in_the_installed_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    let destination = format!("DESTDIR={}", dir.path().display());
+    let output = Command::new("make").args(["install-documents", &destination]).current_dir(root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let seen = check_links(documents(dir.path()));
+    assert!(seen > 20, "{seen} links");
 }
 
 /// safety.md names tests as `a/b.rs`, the end of a path, or as `a/b.rs::name`, a test in that file.
