@@ -1,11 +1,13 @@
 //! The deny list: programs that we never mark, and its default entries.
 
 use super::ProcessInfo;
+use super::exe::Matching;
 use super::opt_out::OptOut;
 use super::workload::Workload;
 
 /// Programs that we never mark, because they hold keys, passwords or web pages. Also the names whose opt-outs the
-/// administrator overrides. An entry is the base name of a program, or a prefix followed by `*`.
+/// administrator overrides. An entry is the base name of a program, a prefix followed by `*`, or the path of a program
+/// or of a link to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
     /// The first entry that matches decides.
@@ -137,29 +139,32 @@ impl DenyList {
         self.overridden.iter().any(|name| opt_out.is_called(name) || program == Some(name.as_bytes()))
     }
 
-    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so
-    /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
-    /// whether only root can have given the program a name (its own, or the name of a link to it). Any user can give
-    /// other files any name.
-    pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&str> {
-        match self.deciding(name, is_trusted) {
+    /// The entry that denies a program, if any. The program goes by the base name of its executable and by its command
+    /// name, and `matches` says how it matches other names and paths. Any of these denies it; only what root alone can
+    /// have named ([`Matching::Yes`]) allows it. A name of 15 bytes may be a truncated command name, so longer entries
+    /// that begin with it deny it, but don't allow it: the full name may differ.
+    pub fn entry_for(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> Option<&str> {
+        match self.deciding(names, matches) {
             Some(entry) if entry.denied => Some(&entry.name),
             _ => None,
         }
     }
 
-    /// Whether an entry allows a program of this name.
-    pub fn allows(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> bool {
-        self.deciding(name, is_trusted).is_some_and(|entry| !entry.denied)
+    /// Whether an entry allows a program.
+    pub fn allows(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> bool {
+        self.deciding(names, matches).is_some_and(|entry| !entry.denied)
     }
 
-    fn deciding(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&Entry> {
+    fn deciding(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> Option<&Entry> {
         self.entries.iter().find(|entry| {
-            if entry.matches(name) {
-                return entry.denied || is_trusted(name);
+            let is_path = entry.name.starts_with('/');
+            if entry.denied {
+                let is_named = names.iter().any(|name| entry.matches(name));
+                return is_named || is_path && matches(entry.name.as_bytes()) != Matching::No;
             }
             // The entry may name a link: python3 is a link to python3.11.
-            !entry.denied && is_trusted(entry.name.as_bytes())
+            let name: &[u8] = if entry.matches(&names[0]) { &names[0] } else { entry.name.as_bytes() };
+            matches(name) == Matching::Yes
         })
     }
 }
@@ -178,12 +183,13 @@ impl Entry {
 /// If an entry is invalid because it would never match, says why.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
     let name = entry.strip_suffix('*').unwrap_or(entry);
+    let is_path = entry.starts_with('/') && !entry.ends_with(['/', '*']);
     if entry.is_empty() {
         Some("is empty; give the base name of a program")
     } else if name.contains('*') {
         Some("has an asterisk before its end; give the base name of a program, or a prefix and one asterisk")
-    } else if name.contains(['/', '\0']) {
-        Some("is a path; give the base name of the program")
+    } else if name.contains('/') && !is_path || name.contains('\0') {
+        Some("is neither a name nor an absolute path; give the base name or the path of a program")
     } else {
         None
     }
@@ -192,11 +198,29 @@ pub fn unfit_entry(entry: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scope::exe::Distrust;
+
+    /// The entry that denies root's program of this name, started by this link.
+    fn denied_as<'a>(list: &'a DenyList, program: &str, link: &str) -> Option<&'a str> {
+        let matches = |name: &[u8]| {
+            let is_ours = [program, link].iter().any(|own| own.as_bytes() == name);
+            if is_ours { Matching::Yes } else { Matching::No }
+        };
+        list.entry_for(&[program.into(), link.into()], matches)
+    }
+
+    fn denied<'a>(list: &'a DenyList, program: &str) -> Option<&'a str> {
+        denied_as(list, program, program)
+    }
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|&name| name.to_owned()).collect()
+    }
 
     #[test]
     fn deny_list_matches_names_prefixes_and_truncated_names() {
         let deny = DenyList::default();
-        for denied in [
+        for name in [
             "sshd",
             "ssh-agent",
             "gpg-agent",
@@ -212,62 +236,63 @@ mod tests {
             "chrome_crashpad_handler",
             "chromium",
         ] {
-            assert!(deny.entry_for(denied.as_bytes(), |name| name == denied.as_bytes()).is_some(), "{denied}");
+            assert!(denied(&deny, name).is_some(), "{name}");
         }
         for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus"] {
-            assert_eq!(deny.entry_for(free.as_bytes(), |name| name == free.as_bytes()), None, "{free}");
+            assert_eq!(denied(&deny, free), None, "{free}");
         }
         let list = DenyList::new(["a-very-long-program-name".into()]);
-        assert!(
-            list.entry_for(b"a-very-long-pro", |name| name == b"a-very-long-pro").is_some(),
-            "truncated by the kernel"
-        );
-        assert!(list.entry_for(b"a-very-long", |name| name == b"a-very-long").is_none());
+        assert!(denied(&list, "a-very-long-pro").is_some(), "truncated by the kernel");
+        assert!(denied(&list, "a-very-long").is_none());
+    }
+
+    #[test]
+    fn a_link_and_a_path_deny_the_program_behind_them() {
+        let list = DenyList::new(names(&["redis-server", "py*", "/opt/key"]));
+        for link in ["redis-server", "python"] {
+            assert!(denied_as(&list, "behind", link).is_some(), "{link}");
+        }
+        assert_eq!(denied_as(&list, "behind", "redis"), None);
+        let user = |_: &[u8]| Matching::NameOnly(Distrust::CommandName);
+        assert_eq!(list.entry_for(&[b"key".into(), b"key".into()], user), Some("/opt/key"), "whoever owns the path");
     }
 
     #[test]
     fn added_entries_take_precedence() {
-        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
-        assert_eq!(list.entry_for(b"mine-2", |name| name == b"mine-2"), Some("mine*"));
-        assert_eq!(list.entry_for(b"vault", |name| name == b"vault"), None);
-        assert_eq!(list.entry_for(b"vault", |_| false), Some("vault"), "a program that its user named so");
-        assert_eq!(
-            (
-                list.entry_for(b"chrome-headless", |name| name == b"chrome-headless"),
-                list.entry_for(b"chrome", |name| name == b"chrome")
-            ),
-            (None, Some("chrome*"))
-        );
-        assert_eq!(list.entry_for(b"ssh-agent", |name| name == b"ssh-agent"), Some("ssh-agent"), "the others stay");
+        assert_eq!(denied(&list, "mine-2"), Some("mine*"));
+        assert_eq!(denied(&list, "vault"), None);
+        let vault = [b"vault".into(), b"vault".into()];
+        assert_eq!(list.entry_for(&vault, |_| Matching::No), Some("vault"), "a program that its user named so");
+        assert_eq!((denied(&list, "chrome-headless"), denied(&list, "chrome")), (None, Some("chrome*")));
+        assert_eq!(denied(&list, "ssh-agent"), Some("ssh-agent"), "the others stay");
         let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
-        assert_eq!(
-            (again.entry_for(b"vault", |name| name == b"vault"), again.entry_for(b"mine-2", |name| name == b"mine-2")),
-            (Some("vault"), None),
-            "later entries win"
-        );
-        assert_eq!(again.entry_for(b"mine-3", |name| name == b"mine-3"), Some("mine*"));
-        let allows = |name: &[u8], trusted| again.allows(name, |asked| trusted && asked == name);
-        assert!(
-            allows(b"mine-2", true) && !allows(b"mine-2", false) && !allows(b"vault", true) && !allows(b"redis", true)
-        );
+        assert_eq!((denied(&again, "vault"), denied(&again, "mine-2")), (Some("vault"), None), "later entries win");
+        assert_eq!(denied(&again, "mine-3"), Some("mine*"));
+        let allows = |list: &DenyList, name: &str, trusted: &[&str]| {
+            let is_trusted = |asked: &[u8]| trusted.iter().any(|trusted| trusted.as_bytes() == asked);
+            let matches = |asked: &[u8]| if is_trusted(asked) { Matching::Yes } else { Matching::No };
+            list.allows(&[name.into(), name.into()], matches)
+        };
+        assert!(allows(&again, "mine-2", &["mine-2"]) && !allows(&again, "mine-2", &[]));
+        assert!(!allows(&again, "vault", &["vault"]) && !allows(&again, "redis", &["redis"]));
         // A link to the program is as good as its own name, unless that is denied first.
-        let linked = |name: &[u8]| [b"python3".as_slice(), b"python3.11"].contains(&name);
         let list = DenyList::new(names(&["python*"])).with(&[], &names(&["python3"]));
-        assert_eq!(list.entry_for(b"python3.11", linked), None);
-        assert_eq!(list.entry_for(b"python3.11", |name| name == b"python3.11"), Some("python*"));
-        assert!(!list.with(&names(&["python3.11"]), &[]).allows(b"python3.11", linked));
+        assert_eq!(denied_as(&list, "python3.11", "python3"), None);
+        assert_eq!(denied(&list, "python3.11"), Some("python*"));
+        let list = list.with(&names(&["python3.11"]), &[]);
+        assert!(!allows(&list, "python3.11", &["python3", "python3.11"]));
         // A truncated name may belong to a program that isn't allowed.
         let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
-        assert_eq!(list.entry_for(b"systemd-homewor", |name| name == b"systemd-homewor"), Some("systemd-homewor*"));
+        assert_eq!(denied(&list, "systemd-homewor"), Some("systemd-homewor*"));
     }
 
     #[test]
     fn entries_that_would_never_match_are_refused() {
-        for fit in ["vault", "a", "*", "wallet*", "with space"] {
+        for fit in ["vault", "a", "*", "wallet*", "with space", "/usr/bin/vault"] {
             assert_eq!(unfit_entry(fit), None, "{fit}");
         }
-        for unfit in ["", "a*b", "**", "/usr/bin/vault", "bin/", "a\0"] {
+        for unfit in ["", "a*b", "**", "/usr/bin/va*", "/usr/bin/", "/", "bin/", "a\0"] {
             assert!(unfit_entry(unfit).is_some(), "{unfit:?}");
         }
     }

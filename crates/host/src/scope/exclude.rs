@@ -225,17 +225,7 @@ pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
 
 /// Whether the administrator has allowed the program by name, which lets it in even if it isn't dumpable.
 fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
-    deny.allows(&info.program(), |name| info.is_called(name))
-}
-
-/// The entry of the deny list that denies the process. A script runs in its interpreter, so we also look for its command
-/// name, which any process can choose: that can only deny.
-fn denying_entry<'a>(info: &ProcessInfo, deny: &'a DenyList) -> Option<&'a str> {
-    if is_allowed(info, deny) {
-        return None;
-    }
-    let by_file = deny.entry_for(&info.program(), |name| info.is_called(name));
-    by_file.or_else(|| deny.entry_for(&info.stat.comm, |_| false))
+    deny.allows(&info.names(), |name| info.matches(name))
 }
 
 /// The rule that excludes a process, if any. `dumpable` is its attribute as we see it from outside.
@@ -248,7 +238,7 @@ pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) ->
         Some(Exclusion::NotDumpable)
     } else if info.status.tracer != 0 {
         Some(Exclusion::Traced { by: info.status.tracer })
-    } else if let Some(entry) = denying_entry(info, deny) {
+    } else if let Some(entry) = deny.entry_for(&info.names(), |name| info.matches(name)) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
     } else if let Some(workload) = deny.workload_of(info) {
         Some(Exclusion::DenyListed { entry: workload.to_string() })

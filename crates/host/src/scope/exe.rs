@@ -156,21 +156,30 @@ impl Exe {
     /// How the executable matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
         let is_named = is_named(selector, Some(&self.path), comm);
-        match self.trust() {
-            Ok(()) if is_exactly(selector, &self.path) => Matching::Yes,
-            Ok(()) if (is_named || selector.starts_with('/')) && self.is_linked_by(selector) => Matching::Yes,
-            _ if !is_named => Matching::No,
-            Ok(()) => Matching::NameOnly(Distrust::CommandName),
-            Err(why) => Matching::NameOnly(why.clone()),
+        let is_exact = is_exactly(selector, &self.path);
+        let may_be_link = !is_exact && (is_named || selector.starts_with('/'));
+        let link_directory = if may_be_link { self.directory_of_link(selector) } else { None };
+        if !is_named && link_directory.is_none() {
+            return Matching::No;
+        }
+        if let Err(why) = self.trust() {
+            return Matching::NameOnly(why.clone());
+        }
+        match link_directory.map(|directory| only_roots(&directory, None)) {
+            None if !is_exact => Matching::NameOnly(Distrust::CommandName),
+            Some(Err(why)) => Matching::NameOnly(why),
+            _ => Matching::Yes,
         }
     }
 
-    /// Whether the selector names a link to the executable, as Debian's redis-server links to redis-check-rdb.
-    fn is_linked_by(&self, selector: &str) -> bool {
+    /// The directory of the link to the executable that the selector names, as Debian's redis-server links to
+    /// redis-check-rdb.
+    fn directory_of_link(&self, selector: &str) -> Option<PathBuf> {
         let link = if selector.starts_with('/') { selector.into() } else { self.path.with_file_name(selector) };
-        let Some(directory) = link.parent() else { return false };
-        link.canonicalize().is_ok_and(|file| file == without_deleted(&self.path))
-            && directory.canonicalize().is_ok_and(|directory| only_roots(&directory, None).is_ok())
+        if link.canonicalize().ok()? != without_deleted(&self.path) {
+            return None;
+        }
+        link.parent()?.canonicalize().ok()
     }
 }
 

@@ -106,6 +106,12 @@ fn links_are_followed_and_command_names_are_not() {
     assert_eq!(matches("redis-server", b"x"), Matching::No, "another of its names");
     assert_eq!(matches("nginx", b"nginx"), Matching::NameOnly(Distrust::CommandName));
     assert_eq!(matches("redis", b"redis-server"), Matching::No);
+    // A link in somebody's directory names the file, but grants nothing.
+    let others = tempfile::tempdir().unwrap();
+    symlink(&path, others.path().join("mine")).unwrap();
+    fs::set_permissions(others.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let found = matches(others.path().join("mine").to_str().unwrap(), b"x");
+    assert!(matches!(found, Matching::NameOnly(Distrust::Writable { .. })), "{found:?}");
 }
 
 #[test]

@@ -116,14 +116,20 @@ impl ProcessInfo {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
     }
 
-    /// Whether its program has this name, and only root can have given it: the executable's name, or the name of a link
-    /// that the program also calls itself by.
-    pub(super) fn is_called(&self, name: &[u8]) -> bool {
-        if name == self.program() {
-            return self.is_trusted();
+    /// The names that the deny list knows its program by: the executable's, and the command name, which is that of the
+    /// link by which it was started.
+    pub(super) fn names(&self) -> [Vec<u8>; 2] {
+        [self.program(), self.stat.comm.clone()]
+    }
+
+    /// How its program matches a name or a path: `Yes` only if root alone can have given it.
+    pub(super) fn matches(&self, name: &[u8]) -> Matching {
+        let Some(exe) = &self.exe else { return Matching::No };
+        match std::str::from_utf8(name) {
+            Ok(name) => exe.matches(name, &self.stat.comm),
+            Err(_) if name == self.program() && self.is_trusted() => Matching::Yes,
+            Err(_) => Matching::No,
         }
-        let Some(exe) = &self.exe else { return false };
-        std::str::from_utf8(name).is_ok_and(|name| exe.matches(name, &self.stat.comm) == Matching::Yes)
     }
 
     /// The name of its program.
@@ -136,7 +142,7 @@ impl ProcessInfo {
     pub fn allowed_as(&self, deny: &DenyList) -> Option<String> {
         let name = String::from_utf8(self.program()).ok()?;
         let is_plain = name == printable(name.as_bytes()) && !name.starts_with('-') && !name.contains('*');
-        let is_denied = deny.entry_for(name.as_bytes(), |_| true).is_some();
+        let is_denied = deny.entry_for(&self.names(), |name| self.matches(name)).is_some();
         (is_plain && !is_denied && self.is_trusted()).then(|| shell_word(&name))
     }
 

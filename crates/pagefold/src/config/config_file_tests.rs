@@ -77,7 +77,7 @@ fn errors_name_line_and_key_and_the_one_that_was_meant() {
         "[tuning]\nlifetime = \"2h\"",
         "[limits]\nstops-per-second = 0",
         "[limits]\nlongest-stop = \"1us\"",
-        "[deny]\nalso = [\"a\",\n\"/usr/bin/vault\"]",
+        "[deny]\nalso = [\"a\",\n\"bin/vault\"]",
         "[deny]\nalso = [\"a*b\"]",
         "[deny]\nalso = \"a\"",
         "[scope]\ncgroups = [\"\"]",

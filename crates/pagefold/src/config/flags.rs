@@ -127,6 +127,7 @@ fn read(options: &mut Options, option: &OptionSpec, matches: &ArgMatches) -> Res
 mod tests {
     use super::*;
     use clap::Parser;
+    use pagefold_host::scope::exe::Matching;
     use std::time::Duration;
 
     #[derive(Parser)]
@@ -141,14 +142,15 @@ mod tests {
     fn names_on_the_deny_list_can_be_allowed_and_others_denied() {
         let cli = Cli::try_parse_from(["x", "--deny", "mine*", "--allow", "vault", "--allow", "tor"]).unwrap();
         let list = cli.deny.apply(DenyList::default());
-        assert_eq!(list.entry_for(b"mine-2", |name| name == b"mine-2"), Some("mine*"));
-        assert_eq!(
-            (list.entry_for(b"vault", |name| name == b"vault"), list.entry_for(b"tor", |name| name == b"tor")),
-            (None, None)
-        );
-        assert_eq!(list.entry_for(b"ssh-agent", |name| name == b"ssh-agent"), Some("ssh-agent"));
+        let denied = |name: &str| {
+            let matches = |asked: &[u8]| if asked == name.as_bytes() { Matching::Yes } else { Matching::No };
+            list.entry_for(&[name.into(), name.into()], matches)
+        };
+        assert_eq!(denied("mine-2"), Some("mine*"));
+        assert_eq!((denied("vault"), denied("tor")), (None, None));
+        assert_eq!(denied("ssh-agent"), Some("ssh-agent"));
         assert_eq!(cli.deny.to_string(), " --deny 'mine*' --allow vault --allow tor");
-        for bad in ["", "/usr/bin/vault", "a*b", "**"] {
+        for bad in ["", "bin/vault", "a*b", "**"] {
             assert!(Cli::try_parse_from(["x", "--deny", bad]).is_err(), "{bad}");
             assert!(Cli::try_parse_from(["x", "--allow", bad]).is_err(), "{bad}");
         }

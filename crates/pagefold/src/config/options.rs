@@ -149,12 +149,13 @@ options! {
              each step keeps at least half of the reserve free";
     }
     "deny" "Scope"
-        "Programs that are never touched: base names, or prefixes with an asterisk. The default list has key agents, \
-         password managers, browsers and the like; see docs/guide.md. Reloaded by SIGHUP." {
+        "Programs that are never touched: base names, prefixes with an asterisk, or paths (of a link: the program behind \
+         it). The default list has key agents, password managers, browsers and the like; see docs/guide.md. Holds even if \
+         the command line selects processes. Reloaded by SIGHUP." {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch these programs, in addition to the deny list (base name, or a prefix followed by *)";
+            "Never touch these programs, in addition to the deny list (base name, prefix followed by *, or path)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";

@@ -5,6 +5,7 @@ use pagefold_engine::limits::Limits;
 use pagefold_engine::placement::policy::Latencies;
 use pagefold_engine::units::Permyriad;
 use pagefold_host::scope::Matcher;
+use pagefold_host::scope::exe::Matching;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
@@ -52,7 +53,8 @@ impl Files {
 
 /// The entry of the deny list that matches a program.
 fn denied<'a>(settings: &'a Settings, program: &[u8]) -> Option<&'a str> {
-    settings.deny.entry_for(program, |name| name == program)
+    let matches = |name: &[u8]| if name == program { Matching::Yes } else { Matching::No };
+    settings.deny.entry_for(&[program.into(), program.into()], matches)
 }
 
 #[test]
