@@ -39,7 +39,7 @@ fn a_bad_configuration_is_refused_and_changes_nothing() {
     assert_fails(&args, 2, "other users may write");
     fs::set_permissions(&config.path, PermissionsExt::from_mode(0o600)).unwrap();
     assert_fails(&["run", "--config", config.name()], 5, "nothing is in scope");
-    assert_fails(&["run", "--pid", &pid, "--deny", "/usr/bin/vault"], 2, "--deny");
+    assert_fails(&["run", "--pid", &pid, "--deny", "bin/vault"], 2, "--deny");
     assert_fails(&["run", "--pid", &pid, "--audit", "/dev/null"], 2, "/dev/null");
     assert_fails(&["unmerge", "--pid", &pid, "--audit", "/no/such/directory/log"], 2, "/no/such/directory");
     ksm.assert_restored();
@@ -229,4 +229,42 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     assert!(!Path::new(&file).exists());
     ksm.end(daemon, &pids);
     assert_intact(&mut tenants);
+}
+
+/// Runs see a file at the default place in a mount namespace of their own.
+#[test]
+fn what_the_file_denies_is_left_alone_whatever_the_command_line_selects() {
+    let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
+        return skip("no cgroups");
+    };
+    let idle = Sleeper::start();
+    cgroup.add(idle.pid());
+    let name = cgroup.path().file_name().unwrap().to_str().unwrap();
+    let script = format!(
+        "cp -a /etc etc && mkdir -p etc/pagefold && mount --bind etc /etc && \
+         printf '[deny]\\nworkloads = [\"{name}\"]\\n' >/etc/pagefold/pagefold.toml"
+    );
+    let Some(namespace) = Namespace::make(&script, "no mount namespace") else { return };
+    let refused = |args: &[&str], code: i32, says: &str| {
+        let output = namespace.command(program()).args(with_pids(args, &[idle.pid()], &[])).output().unwrap();
+        assert_refused(&output, code, says);
+    };
+    let denied = format!("on the deny list ({name})");
+    refused(&["scan"], 6, &denied);
+    refused(&["run", "--dry-run", "--for", "2s"], 6, &denied);
+    fs::write(namespace.root().join("etc/pagefold/pagefold.toml"), "[deny]\nworkload = []\n").unwrap();
+    refused(&["scan"], 2, "unknown key 'workload' in [deny]");
+}
+
+#[test]
+fn a_path_denies_the_program_behind_a_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = dir.path().join("keeper");
+    std::os::unix::fs::symlink(fs::canonicalize("/usr/bin/sleep").unwrap(), &link).unwrap();
+    let idle = Sleeper::start();
+    let (pid, link) = (idle.pid().to_string(), link.to_str().unwrap());
+    for denied in [link, "/usr/bin/sleep", "sleep"] {
+        assert_fails(&["scan", "--pid", &pid, "--deny", denied], 6, &format!("on the deny list ({denied})"));
+    }
+    succeed(&["scan", "--pid", &pid, "--deny", "keeper"]);
 }

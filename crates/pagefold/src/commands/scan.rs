@@ -12,6 +12,7 @@ pub mod table;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
+use crate::config::settings::deny_list_with;
 use crate::output;
 use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
@@ -90,7 +91,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let all = scoped.len() as f64;
     let mut done = 0.0;
     let with_maps = args.html.is_some();
-    let deny = args.deny.apply(DenyList::default());
+    let deny = deny_list_with(&args.deny)?;
     let survey = Survey::of(scoped, &deny, &mut reader, with_maps, || {
         done += 1.0;
         progress.show("reading page tables", Some(done / all));

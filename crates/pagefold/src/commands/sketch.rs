@@ -50,8 +50,8 @@ pub struct SketchArgs {
     pub output: PathBuf,
     /// Read other options from this file
     ///
-    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists and no
-    /// scope is given]
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with a
+    /// scope on the command line only what it denies]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Print the figures as JSON (schema pagefold.sketch-summary/1)

@@ -15,8 +15,8 @@ pub struct RunArgs {
     pub options: RunFlags,
     /// Read other options from this file
     ///
-    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists and no
-    /// scope is given]
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with a
+    /// scope on the command line only what it denies]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Stop after this time (60s, 5m, 2h)

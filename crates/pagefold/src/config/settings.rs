@@ -102,13 +102,15 @@ impl Settings {
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
     }
 
-    /// Makes the settings from the command line and this file, or from the command line alone.
+    /// Makes the settings from the command line and this file, or from the command line alone. Even then a scope leaves
+    /// out what the default file denies.
     ///
     /// # Errors
     /// The same errors as in [`Self::of`].
     pub fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
         let in_file = match file {
             Some(file) => merged(&load(file)?),
+            None if args.scope != ScopeArgs::default() => denied_by_file()?,
             None => Options::default(),
         };
         Self::of_options(args, file, in_file)
@@ -120,10 +122,7 @@ impl Settings {
     /// Settings contradict each other.
     pub fn of_options(args: &RunArgs, file: Option<&Path>, in_file: Options) -> Result<Self, Exit> {
         let scope = if args.scope == ScopeArgs::default() { ScopeArgs::of_file(&in_file) } else { args.scope.clone() };
-        let programs = in_file.programs.clone().map_or_else(DenyList::default, DenyList::new);
-        let workloads = in_file.denied_workloads.iter().flatten().map(|name| Workload::parse(name));
-        let programs = programs.denying(workloads);
-        let deny = args.deny.apply(DenyFlags(Box::new(in_file.clone())).apply(programs));
+        let deny = deny_list(&in_file, &args.deny);
         let flags = &*args.options.0;
         let options = in_file.then(flags.clone());
         let mut config = config(&options);
@@ -174,6 +173,31 @@ impl Settings {
         sections.retain(|(_, differs)| *differs);
         sections.into_iter().map(|(section, _)| section).collect()
     }
+}
+
+/// The deny list of the default file and the command line, for commands that read nothing else of the file.
+///
+/// # Errors
+/// We can't trust or parse the file.
+pub fn deny_list_with(flags: &DenyFlags) -> Result<DenyList, Exit> {
+    Ok(deny_list(&denied_by_file()?, flags))
+}
+
+fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
+    let programs = in_file.programs.clone().map_or_else(DenyList::default, DenyList::new);
+    let workloads = in_file.denied_workloads.iter().flatten().map(|name| Workload::parse(name));
+    flags.apply(DenyFlags(Box::new(in_file.clone())).apply(programs.denying(workloads)))
+}
+
+/// `[deny]` of the default file. It holds even if a scope on the command line replaces the rest of the file: whoever
+/// denied a program meant every run.
+fn denied_by_file() -> Result<Options, Exit> {
+    let default = Path::new(DEFAULT_FILE);
+    if !default.exists() {
+        return Ok(Options::default());
+    }
+    let Options { programs, denied, allowed, denied_workloads, override_opt_outs, .. } = merged(&load(default)?);
+    Ok(Options { programs, denied, allowed, denied_workloads, override_opt_outs, ..Options::default() })
 }
 
 /// The options in one configuration file.
