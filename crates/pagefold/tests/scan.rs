@@ -269,6 +269,9 @@ fn errors_are_one_line_with_their_exit_code() {
     if !can_read_pages() {
         return;
     }
+    let mut alone = Command::new("unshare");
+    alone.args(["--pid", "--fork", "--mount-proc"]).arg(program()).arg("scan");
+    assert_refused(&alone.output().unwrap(), 5, "nothing to look at yet: no other process runs here");
     if has_kernel_threads() {
         assert_fails(&["scan", "--pid", "2"], 6, "kernel thread");
     }

@@ -159,6 +159,12 @@ pub fn explain(error: &ScopeError) -> Exit {
             return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {}", shell_word(name)));
         }
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
+        ScopeError::NoMatch(scope) if scope == "--all" => {
+            return Exit::new(
+                exit::NO_SCOPE,
+                "nothing to look at yet: no other process runs here; start a program first",
+            );
+        }
         ScopeError::NoMatch(scope) => match scope.strip_prefix("--exe ") {
             Some(name) if is_unit(name) => {
                 return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
