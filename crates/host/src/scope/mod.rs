@@ -188,7 +188,7 @@ fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Res
 
 /// Like [`resolve`], but considers only processes selected by pid and ones that `is_candidate` accepts. The result may
 /// be empty: cgroups and users need not exist.
-pub(crate) fn resolve_among(
+pub fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,
     is_candidate: impl FnMut(i32) -> bool,

@@ -11,7 +11,10 @@ use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
 use crate::preflight;
 use anyhow::Result;
-use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_including};
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::scope::{
+    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_among, resolve_for_including,
+};
 use pagefold_procmem::Roots;
 use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
@@ -63,8 +66,8 @@ impl EnableArgs {
 /// How the daemon took a change of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum DaemonState {
-    /// The daemon has read the files. Holds its scope, as command line flags.
-    Reloaded(String),
+    /// The daemon has read the files. Holds its scope.
+    Reloaded(ScopeSpec),
     Started,
     /// No daemon is running.
     Absent,
@@ -75,11 +78,12 @@ enum DaemonState {
 struct Outcome {
     processes: usize,
     saved_bytes: u64,
-    /// How many of the processes the daemon leaves alone, the first one's reason, and in how many of them memory must
-    /// still be unmarked.
+    /// How many of the processes the daemon leaves alone, the first one's reason, how many of them have left the scope,
+    /// and how many have no memory that must still be unmarked.
     left_alone: usize,
     reason: Option<String>,
-    to_unmark: usize,
+    out_of_scope: usize,
+    unmerged: usize,
     /// One of the processes.
     pid: Option<i32>,
     doing: String,
@@ -89,12 +93,14 @@ impl Outcome {
     fn of(status: &Status, pids: &[i32]) -> Self {
         let doing: Vec<&str> = status.doing().into_iter().map(super::status::Doing::name).collect();
         let mut outcome = Self { doing: doing.join(" and "), ..Self::default() };
+        let out_of_scope = Exclusion::OutOfScope.to_string();
         for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
             outcome.processes += 1;
             outcome.saved_bytes += row.saved_bytes.unwrap_or(0);
             outcome.pid = outcome.pid.or(Some(row.pid));
             outcome.left_alone += usize::from(row.left_alone.is_some());
-            outcome.to_unmark += usize::from(row.to_unmark.is_some());
+            outcome.out_of_scope += usize::from(row.left_alone.as_ref() == Some(&out_of_scope));
+            outcome.unmerged += usize::from(row.left_alone.is_some() && row.to_unmark.is_none());
             outcome.reason = outcome.reason.or_else(|| row.left_alone.clone());
         }
         outcome
@@ -151,8 +157,9 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
         );
         return Err(Exit::new(exit::NO_SCOPE, line).into());
     }
-    let found = resolve_for_including(&spec, &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))?;
-    let pids: Vec<i32> = found.iter().map(ProcessInfo::pid).collect();
+    let roots = Roots::default();
+    let found = resolve_for_including(&spec, &roots, &[own_pid()]).map_err(|error| explain(&error))?;
+    let mut pids: Vec<i32> = found.iter().map(ProcessInfo::pid).collect();
     let mut list = file.list.clone();
     list.retain(|selector| !selector.is_among(&spec.0));
     let daemon = match reload(args, &mut file, list)? {
@@ -160,8 +167,16 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
         Some(scope) => DaemonState::Reloaded(scope),
     };
     drop(file);
-    let outcome = if daemon == DaemonState::Absent { None } else { Some(wait_for_unmerging(&pids)?) };
-    style::print(&describe_disabled(&spec, &daemon, outcome.as_ref()))?;
+    let mut kept = 0;
+    let mut outcome = Outcome::default();
+    if let DaemonState::Reloaded(scope) = &daemon {
+        let others = resolve_among(scope, &roots, |pid| pids.contains(&pid)).map_err(|error| explain(&error))?;
+        let before = pids.len();
+        pids.retain(|pid| !others.iter().any(|other| other.pid() == *pid && other.distrust.is_none()));
+        kept = before - pids.len();
+        outcome = wait_for_unmerging(&pids)?;
+    }
+    style::print(&describe_disabled(&spec, &daemon, &outcome, kept))?;
     Ok(exit::OK)
 }
 
@@ -181,11 +196,11 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 
 /// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon is running. If the
 /// daemon refuses the list, we write the former one again.
-fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<String>> {
+fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<ScopeSpec>> {
     let former = file.list.clone();
     let scope = file.set(list)?;
     let refusal = match ask::<Reloaded>(&Request::Reload) {
-        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope => return Ok(Some(scope)),
+        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope.to_string() => return Ok(Some(scope)),
         Ok(other) if other.file == args.config => {
             let line = format!(
                 "the running pagefold has another scope ({}): it was started with one, or sees other files; nothing is \
@@ -251,13 +266,14 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
     }
 }
 
-/// Waits until the daemon has unmerged these processes, except the ones that are still in scope.
+/// Waits until the daemon has unmerged these processes, which are out of scope. It may have left some of them alone
+/// before, with their memory merged, so we believe other reasons only after a while.
 fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     let began = Instant::now();
     while !pids.is_empty() {
         let outcome = outcome(pids, began)?;
-        let is_judged = outcome.is_left_alone() || began.elapsed() > LEFT_ALONE;
-        if is_judged && outcome.to_unmark == 0 || began.elapsed() > UNMERGING_LIMIT {
+        let is_judged = outcome.out_of_scope == outcome.processes || began.elapsed() > LEFT_ALONE;
+        if is_judged && outcome.unmerged == outcome.processes || began.elapsed() > UNMERGING_LIMIT {
             return Ok(outcome);
         }
         std::thread::sleep(INTERVAL);
@@ -300,31 +316,29 @@ fn describe_enabled(daemon: &DaemonState, outcome: Option<&Outcome>, flag: &str,
     text
 }
 
-fn describe_disabled(spec: &ScopeSpec, daemon: &DaemonState, outcome: Option<&Outcome>) -> String {
+/// `kept` processes are still in scope by other selectors.
+fn describe_disabled(spec: &ScopeSpec, daemon: &DaemonState, outcome: &Outcome, kept: usize) -> String {
     let mut text = String::new();
     text.line(format!("Disabled {spec}."));
-    match (daemon, outcome) {
-        (DaemonState::Reloaded(scope), Some(outcome)) => {
-            let kept = outcome.processes - outcome.left_alone;
-            let unmerged =
-                style::count(outcome.left_alone - outcome.to_unmark.min(outcome.left_alone), "process", "processes");
-            text.line(format!("Their memory is unmerged: {unmerged}."));
-            if outcome.to_unmark > 0 {
-                let late = style::count(outcome.to_unmark, "process", "processes");
-                text.line(format!("Not done yet in {late}: pagefold keeps trying (see pagefold status)."));
-            }
-            if kept > 0 && scope.is_empty() {
-                let kept = style::count(kept, "process", "processes");
-                text.line(format!("Not done yet in {kept}: see pagefold status."));
-            } else if kept > 0 {
-                let kept = style::count(kept, "process is", "processes are");
-                text.line(format!("{kept} still in scope by other selectors: {scope}"));
-            }
-            if scope.is_empty() {
-                text.line("Nothing is in scope any more.");
-            }
-        }
-        _ => text.line(format!("No pagefold is running. To unmerge what is merged: pagefold unmerge {spec}")),
+    let DaemonState::Reloaded(scope) = daemon else {
+        text.line(format!("No pagefold is running. To unmerge what is merged: pagefold unmerge {spec}"));
+        return text;
+    };
+    let late = outcome.processes - outcome.unmerged;
+    if outcome.unmerged > 0 || late == 0 {
+        let unmerged = style::count(outcome.unmerged, "process", "processes");
+        text.line(format!("Their memory is unmerged: {unmerged}."));
+    }
+    if late > 0 {
+        let late = style::count(late, "process", "processes");
+        text.line(format!("Not done yet in {late}: pagefold keeps trying (see pagefold status)."));
+    }
+    if kept > 0 {
+        let kept = style::count(kept, "process is", "processes are");
+        text.line(format!("{kept} still in scope by other selectors: {scope}"));
+    }
+    if scope.0.is_empty() {
+        text.line("Nothing is in scope any more.");
     }
     text
 }
@@ -342,7 +356,8 @@ mod tests {
 
     #[test]
     fn what_came_of_it_is_shown() {
-        let reloaded = DaemonState::Reloaded("--unit nginx".to_owned());
+        let unit = ScopeSpec::of(&[], &[("unit", &["nginx".to_owned()])], false);
+        let reloaded = DaemonState::Reloaded(unit);
         let waiting = Outcome { processes: 3, pid: Some(4_001), doing: "reading".to_owned(), ..Outcome::default() };
         let saving = Outcome { saved_bytes: 264 << 20, ..waiting.clone() };
         let reason = Some("non-dumpable".to_owned());
@@ -357,10 +372,12 @@ mod tests {
             text += &describe_enabled(daemon, outcome, "", Style::plain_text());
             text.line("");
         }
-        let late = Outcome { to_unmark: 1, left_alone: 2, ..waiting.clone() };
-        text += &describe_disabled(&spec(), &reloaded, Some(&late));
-        text += &describe_disabled(&spec(), &DaemonState::Reloaded(String::new()), Some(&alone));
-        text += &describe_disabled(&spec(), &DaemonState::Absent, None);
+        let late = Outcome { processes: 2, unmerged: 1, ..Outcome::default() };
+        let done = Outcome { unmerged: 3, ..alone };
+        text += &describe_disabled(&spec(), &reloaded, &late, 1);
+        text += &describe_disabled(&spec(), &reloaded, &waiting, 0);
+        text += &describe_disabled(&spec(), &DaemonState::Reloaded(ScopeSpec::default()), &done, 0);
+        text += &describe_disabled(&spec(), &DaemonState::Absent, &waiting, 0);
         golden::check("enable.txt", &text);
     }
 

@@ -7,7 +7,7 @@ use crate::config::ownership::shown;
 use crate::config::settings::{Layer, Settings, additions, load, merged};
 use crate::config::values::Value;
 use crate::place::{Place, create_directory};
-use pagefold_host::scope::Selector;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::lease::KsmPaths;
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_text::exit::{self, Exit};
@@ -69,12 +69,12 @@ impl EnabledFile {
         Ok(Self { main: main.to_owned(), path, list, others, _lock: None })
     }
 
-    /// Replaces the list, and returns the scope of all files as flags. Changes nothing if the configuration would be
+    /// Replaces the list, and returns the scope of all files. Changes nothing if the configuration would be
     /// invalid.
     ///
     /// # Errors
     /// The configuration would be invalid, or we can't write the file.
-    pub fn set(&mut self, list: Vec<Selector>) -> Result<String, Exit> {
+    pub fn set(&mut self, list: Vec<Selector>) -> Result<ScopeSpec, Exit> {
         let scope = self.check(&list)?;
         let written = if list.is_empty() { self.remove() } else { self.write(&list) };
         written.map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(&self.path))))?;
@@ -82,7 +82,7 @@ impl EnabledFile {
         Ok(scope)
     }
 
-    fn check(&self, list: &[Selector]) -> Result<String, Exit> {
+    fn check(&self, list: &[Selector]) -> Result<ScopeSpec, Exit> {
         if list.len() > MOST {
             let line =
                 format!("more than {MOST} selectors would be enabled; name a cgroup or a slice that contains them");
@@ -95,7 +95,7 @@ impl EnabledFile {
         }
         options.enabled = Some(list.to_vec());
         let settings = Settings::of_options(&RunArgs::default(), Some(&self.main), options)?;
-        Ok(settings.scope.to_string())
+        Ok(settings.scope.spec())
     }
 
     fn write(&self, list: &[Selector]) -> Result<(), String> {
