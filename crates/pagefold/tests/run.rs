@@ -207,7 +207,8 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
         assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
         wait_until("the injector ends by itself", || !injectors.iter().any(|&pid| exists(pid)));
         if repair == "doctor" {
-            succeed(&["doctor", "--fix"]);
+            assert_has(&succeed(&["doctor", "--fix", "--quiet"]), &["run restored to 0\n"]);
+            assert_eq!(succeed(&["doctor", "--fix", "--quiet"]), "");
         } else {
             let summary = merged(&mut pair, most(96 * MIB));
             assert_eq!(summary["knobs_restored"], true);

@@ -28,6 +28,9 @@ pub struct DoctorArgs {
     /// no record of the old values any more, set the kernel's defaults
     #[arg(long)]
     fix: bool,
+    /// Print only the knobs that --fix has restored, and check nothing else
+    #[arg(long, short, requires = "fix", conflicts_with_all = ["json", "verbose"])]
+    quiet: bool,
     /// Also show the notes, and the checks that are fine
     #[arg(long, short)]
     verbose: bool,
@@ -37,6 +40,14 @@ pub struct DoctorArgs {
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
+    if let Some(fixed) = fixed.as_ref().filter(|_| args.quiet) {
+        let mut text = String::new();
+        for line in fixed.news() {
+            text.line(line);
+        }
+        style::print(&text)?;
+        return Ok(if fixed.is_unfinished() { exit::FAILURE } else { exit::OK });
+    }
     let mut findings = examine(&roots);
     let mut code = code(&findings);
     // `run` reads the configuration before anything else.

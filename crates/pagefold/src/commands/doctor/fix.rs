@@ -51,6 +51,14 @@ impl Fixed {
         lines
     }
 
+    /// The same lines if a knob was restored or couldn't be, otherwise none.
+    pub fn news(&self) -> Vec<String> {
+        match self {
+            Self::Done(done) if !done.restored.is_empty() || self.is_unfinished() => self.lines(),
+            _ => Vec::new(),
+        }
+    }
+
     pub fn json(&self) -> Value {
         match self {
             Self::Nothing => json!({ "done": true, "lines": self.lines() }),
