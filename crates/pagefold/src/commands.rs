@@ -1,5 +1,6 @@
 //! The subcommands: one module each, with its arguments and a function that returns the exit code.
 
+pub mod complete;
 pub mod config;
 pub mod control;
 pub mod doctor;

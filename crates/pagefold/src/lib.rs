@@ -28,8 +28,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use commands::examples;
 use commands::sketch as sketches;
 use commands::{
-    config as files, control as requests, doctor, enable, exec, explain, history as savings, include, run, scan,
-    status, top, unmerge,
+    complete, config as files, control as requests, doctor, enable, exec, explain, history as savings, include, run,
+    scan, status, top, unmerge,
 };
 use control::protocol::Request;
 use std::process::ExitCode;
@@ -140,6 +140,12 @@ enum Command {
         #[arg(long)]
         spec: String,
     },
+    /// Print the names of running workloads of a kind, for completions
+    #[command(hide = true)]
+    Complete {
+        /// unit, vm, container or pod
+        kind: String,
+    },
     /// Make system calls in other processes, as requested on standard input
     #[command(hide = true, name = preflight::INJECTOR)]
     Injector,
@@ -176,6 +182,7 @@ pub fn main() -> ExitCode {
         Command::Config(command) => files::run(command),
         Command::Demo(args) => demo::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
+        Command::Complete { kind } => complete::run(kind),
         Command::Injector => pagefold_inject::serve(),
     };
     pagefold_text::program::finish("pagefold", result)

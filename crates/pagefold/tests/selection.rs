@@ -217,3 +217,19 @@ fn other_users_of_ksm_are_named_with_what_they_hold() {
     assert!((14.0..20.0).contains(&saved), "{}", what("ksm"));
     drop(daemon);
 }
+
+#[test]
+fn running_workloads_are_listed_for_completions() {
+    let Some(group) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
+        return skip("no cgroups");
+    };
+    let complete = |kind: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--fork", "--mount-proc"]).arg(program()).args(["complete", kind]);
+        cgroup::start_in(&mut command, group.path());
+        output_of(&mut command)
+    };
+    let name = group.path().file_name().unwrap().to_str().unwrap();
+    assert!(complete("unit").lines().any(|line| line == name), "{name}");
+    assert_eq!((complete("vm"), complete("no-such-kind")), (String::new(), String::new()));
+}

@@ -248,7 +248,7 @@ fn pids_below(proc: &Path) -> Result<Vec<i32>, ScopeError> {
     list_pids(proc).map_err(|source| ScopeError::Io { path: proc.display().to_string(), source })
 }
 
-fn list_pids(proc: &Path) -> io::Result<Vec<i32>> {
+pub(super) fn list_pids(proc: &Path) -> io::Result<Vec<i32>> {
     let mut pids = Vec::new();
     for entry in fs::read_dir(proc)? {
         if let Some(name) = entry?.file_name().to_str() {

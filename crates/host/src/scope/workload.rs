@@ -8,10 +8,13 @@
 //! A path has several names: a container is in a pod, a service in a slice. Any of them selects the processes below.
 
 use super::ProcessInfo;
+use super::selection::list_pids;
 use pagefold_procmem::cgroup::{Cgroup, parse_cgroups};
 use pagefold_procmem::process::Process;
 use pagefold_text::escape::printable;
+use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 
 /// The container tools show this many digits of an identifier. With fewer digits, somebody who starts many containers
 /// could get another container's digits.
@@ -95,6 +98,19 @@ impl fmt::Display for Workload {
 /// The workload of the process with this pid. `None` for the root cgroup, and for a process that has ended.
 pub fn workload_of(pid: i32) -> Option<Workload> {
     workload_of_process(&Process::open(pid).ok()?)
+}
+
+/// The names of the workloads of a kind that have processes.
+pub fn running(kind: WorkloadKind, proc: &Path) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for pid in list_pids(proc).unwrap_or_default() {
+        let Ok(text) = Process::open_at(proc, pid).and_then(|process| process.read_file("cgroup")) else { continue };
+        for cgroup in parse_cgroups(&text) {
+            let labels = labels_of(&cgroup.path).into_iter();
+            names.extend(labels.filter(|label| label.kind == kind).map(|label| label.workload().name));
+        }
+    }
+    names
 }
 
 pub fn workload_of_process(process: &Process) -> Option<Workload> {

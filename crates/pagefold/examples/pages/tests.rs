@@ -1,6 +1,7 @@
 use crate::program_tests::{page_text, written};
 use pagefold::config::options::{SECTIONS, all};
 use pagefold::reference::{self, SCHEMAS};
+use std::fs;
 use std::process::Command;
 
 #[test]
@@ -49,7 +50,7 @@ fn the_page_of_the_daemon_has_its_files_signals_and_variables() {
 #[test]
 fn bash_completes_a_command_line() {
     let directory = written();
-    let script = "source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))\n\
+    let script = "pagefold() { echo \"$1-$2 other\"; }; source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))\n\
         _pagefold pagefold \"${@: -1}\" \"${@: -2:1}\"; echo \"${COMPREPLY[@]}\"";
     let complete = |words: &[&str]| {
         let mut bash = Command::new("bash");
@@ -62,4 +63,16 @@ fn bash_completes_a_command_line() {
     };
     assert_eq!(complete(&["pagefold", "st"]), "status\n");
     assert_eq!(complete(&["pagefold", "run", "--gov"]), "--governor\n");
+    for kind in ["unit", "vm", "container", "pod"] {
+        let names = complete(&["pagefold", "enable", &format!("--{kind}"), "comp"]);
+        assert_eq!(names, format!("complete-{kind}\n"), "names of running workloads");
+        for file in ["zsh/site-functions/_pagefold", "fish/vendor_completions.d/pagefold.fish"] {
+            let text = fs::read_to_string(directory.path().join("pagefold/share").join(file)).unwrap();
+            assert_eq!(
+                text.matches(&format!("(pagefold complete {kind} ")).count(),
+                9,
+                "{file}: commands with a scope"
+            );
+        }
+    }
 }

@@ -5,6 +5,7 @@ use clap::Command;
 use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
+use pagefold_text::style::Lines;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
@@ -26,11 +27,35 @@ pub fn write(directory: &Path, program: Command, tables: &[Table]) -> Result<()>
         (Shell::Zsh, format!("zsh/site-functions/_{name}")),
         (Shell::Fish, format!("fish/vendor_completions.d/{name}.fish")),
     ] {
-        clap_complete::generate(shell, &mut program.clone(), &name, &mut create(&share.join(path))?);
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut program.clone(), &name, &mut script);
+        create(&share.join(path))?.write_all(with_names(std::str::from_utf8(&script)?).as_bytes())?;
     }
     let mut program = program.disable_help_subcommand(true);
     program.build();
     page(&program, &share.join("man"), None, tables)
+}
+
+/// A script that completes names of running workloads, in place of files: bash has the option in the line before.
+fn with_names(script: &str) -> String {
+    let mut text = String::new();
+    let mut before = "";
+    for line in script.lines() {
+        let mut changed = line.to_owned();
+        for kind in ["unit", "vm", "container", "pod"] {
+            let names = format!("(pagefold complete {kind} 2>/dev/null)");
+            if before.trim() == format!("--{kind})") {
+                changed = line.replace("compgen -f", &format!("compgen -W \"${names}\" --"));
+            } else if line.starts_with(&format!("'*--{kind}=")) {
+                changed = line.replace(":_default'", &format!(":{{compadd -- ${{(f)\"${names}\"}}}}'"));
+            } else if line.contains(&format!(" -l {kind} ")) {
+                changed = format!("{line} -f -a '{names}'");
+            }
+        }
+        text.line(changed);
+        before = line;
+    }
+    text
 }
 
 pub fn create(path: &Path) -> Result<File> {
