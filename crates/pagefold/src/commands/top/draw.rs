@@ -345,13 +345,15 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     };
     let heights = [Constraint::Length(1), Constraint::Min(2), Constraint::Length(3)];
     let [title, body, sentence] = Layout::vertical(heights).areas(area);
-    let name = explanation.exe.as_ref().unwrap_or(&explanation.name);
+    // Debian's redis-server runs /usr/bin/redis-check-rdb.
+    let exe = explanation.exe.as_ref().map_or(String::new(), |exe| format!(" ({exe})"));
     let note = match &explanation.left_alone {
         Some(why) => format!(", left alone: {why}"),
         None if !explanation.in_scope => ": it has ended, or is no longer in scope".to_owned(),
         None => String::new(),
     };
-    let text = format!(" {} {name}, {}{note}", explanation.pid, human(explanation.resident_bytes));
+    let resident = human(explanation.resident_bytes);
+    let text = format!(" {} {}{exe}, {resident}{note}", explanation.pid, explanation.name);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     frame.render_widget(Line::styled(shorten(&printable(text.as_bytes()), title.width.into()), bold), title);
     let columns = [
