@@ -17,9 +17,6 @@ impl FrameFlags {
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
-    pub const fn hugetlb(self) -> bool {
-        self.0 & (1 << 17) != 0
-    }
     pub const fn ksm(self) -> bool {
         self.0 & (1 << 21) != 0
     }

@@ -15,7 +15,7 @@
 
 mod batch;
 
-use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
+use self::batch::{BRIDGE_PAGES, Batch};
 use crate::kpageflags::{FrameFlags, KpageFlags, shows_merged};
 use crate::os::abandonable::advance;
 use crate::os::fault;
@@ -77,73 +77,6 @@ pub struct PageView<'a> {
     pub frame: Option<u64>,
     /// Contents of private pages, and of merged and shared pages as [`ReadHow::contents`] requests.
     pub bytes: Option<&'a PageBytes>,
-}
-
-/// How many pages of a range are in each state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Anonymous pages mapped by this process only.
-    pub private: Pages,
-    /// Pages that map the zero page.
-    pub zero: Pages,
-    pub merged: Pages,
-    pub shared: Pages,
-    /// Present pages of files, not copied yet.
-    pub file: Pages,
-    pub swapped: Pages,
-    /// Pages mapped by huge pages, which are also counted above.
-    pub huge: Pages,
-}
-
-impl Census {
-    /// Pages of anonymous memory, shared or not.
-    pub fn anonymous(&self) -> Pages {
-        self.private + self.merged + self.shared
-    }
-
-    /// Counts pages by their page table entries and, where an entry isn't enough, by the flags of the frame. `unclear`
-    /// is a scratch buffer.
-    fn add(
-        &mut self,
-        entries: &[u64],
-        huge: bool,
-        flags: Option<&mut KpageFlags>,
-        unclear: &mut Vec<(u64, bool)>,
-    ) -> io::Result<()> {
-        unclear.clear();
-        for &entry in entries {
-            let entry = PagemapEntry(entry);
-            let counter = if entry.private() {
-                &mut self.private
-            } else if entry.swapped() {
-                &mut self.swapped
-            } else if !entry.present() {
-                continue;
-            } else if entry.file_or_shared() && (entry.exclusive() || !huge) {
-                &mut self.file
-            } else if let (Some(frame), Some(_)) = (entry.pfn(), &flags) {
-                // Some kernels show the huge zero page as a page of a file, so we look up the flags if there may be
-                // huge pages.
-                unclear.push((frame, entry.file_or_shared()));
-                continue;
-            } else if entry.file_or_shared() {
-                &mut self.file
-            } else {
-                &mut self.shared
-            };
-            *counter += Pages(1);
-        }
-        let Some(flags) = flags else { return Ok(()) };
-        flags.look_up(unclear.iter().map(|&(frame, _)| frame), |at, flags| {
-            let counter = match unclear[at] {
-                _ if flags.zero_page() => &mut self.zero,
-                (_, true) => &mut self.file,
-                _ if flags.ksm() => &mut self.merged,
-                _ => &mut self.shared,
-            };
-            *counter += Pages(1);
-        })
-    }
 }
 
 /// Entries per read of pagemap when walking a whole range: 64 KiB.
@@ -381,42 +314,6 @@ impl PageReader {
             }
             Ok(())
         })
-    }
-
-    /// Counts the pages of a range by state without reading them. `huge` as in [`ReadHow`].
-    pub fn census(&mut self, process: &Process, first: Vpn, pages: Pages, huge: bool) -> Result<Census, ReadError> {
-        let mut census = Census::default();
-        let mut frames = self.frames.take();
-        let mut unclear = Vec::new();
-        let counted = self.for_each_populated(process, first, pages, |_, entries| {
-            let added = census.add(entries, huge, frames.as_mut(), &mut unclear);
-            added.map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))
-        });
-        self.frames = frames;
-        counted?;
-        if huge {
-            census.huge = self.huge_pages(process, first, pages)?;
-        }
-        Ok(census)
-    }
-
-    fn huge_pages(&mut self, process: &Process, first: Vpn, pages: Pages) -> Result<Pages, ReadError> {
-        let at = self.hold(process)?;
-        let Self { files, frames, batch, .. } = self;
-        batch.ranges.clear();
-        match files[at].pagemap.scan(first, pages, Categories::HUGE, &mut batch.ranges) {
-            Ok(()) => Ok(batch.ranges.iter().map(|range| range.pages).sum()),
-            Err(ScanError::Read(error)) => Err(error),
-            Err(ScanError::Absent | ScanError::Stuck) => {
-                let mut huge = Pages(0);
-                walk_entries(&files[at].pagemap, &mut batch.entries, first, pages, |start, entries| {
-                    let slots = entries.iter().zip(start.0..).map(|(&entry, page)| (Vpn(page), PagemapEntry(entry)));
-                    huge_by_frames(slots, frames.as_mut(), |_| huge += Pages(1))
-                        .map_err(|error| ReadError::from_io(files[at].pid, "../kpageflags", error))
-                })?;
-                Ok(huge)
-            }
-        }
     }
 
     /// Calls `visit` with the page table entries of a range in large pieces. We skip most empty parts: a program may

@@ -20,10 +20,6 @@ impl PagemapEntry {
     pub const fn present(self) -> bool {
         self.0 & (1 << 63) != 0
     }
-    /// Whether the page is in swap or is being migrated.
-    pub const fn swapped(self) -> bool {
-        self.0 & (1 << 62) != 0
-    }
     /// Whether the frame is a page of a file or shared memory. Some kernels set this bit for the huge zero page too.
     pub const fn file_or_shared(self) -> bool {
         self.0 & (1 << 61) != 0

@@ -4,7 +4,7 @@ use pagefold_engine::units::PAGE_SIZE;
 #[test]
 fn entries_are_decoded() {
     let private = PagemapEntry(1 << 63 | 1 << 56 | 0x1234);
-    assert!(private.private() && private.exclusive() && !private.swapped());
+    assert!(private.private() && private.exclusive());
     assert_eq!(private.pfn(), Some(0x1234));
     assert!(!PagemapEntry(1 << 63 | 0x1234).private(), "mapped more than once");
     assert!(!PagemapEntry(1 << 63 | 1 << 61 | 1 << 56).private(), "page of a file");

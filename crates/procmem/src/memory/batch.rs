@@ -22,7 +22,7 @@ pub(super) const BRIDGE_PAGES: u64 = 20;
 
 /// Finds huge pages without PAGEMAP_SCAN. A page counts as mapped by a huge page if its frame is part of a huge page
 /// and both have the same offset within 2 MiB. Calls `visit` with the positions.
-pub(super) fn huge_by_frames(
+fn huge_by_frames(
     pages: impl Iterator<Item = (Vpn, PagemapEntry)>,
     frames: Option<&mut KpageFlags>,
     mut visit: impl FnMut(usize),
