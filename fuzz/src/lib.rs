@@ -5,13 +5,6 @@
 //! and the tests with the inputs found so far, on any toolchain.
 
 mod config;
-/// The private parsers of the crates.
-pub mod fuzzing {
-    pub use pagefold_host::fuzzing::*;
-    pub use pagefold_inject::fuzzing::*;
-    pub use pagefold_ksm::fuzzing::*;
-    pub use pagefold_procmem::fuzzing::*;
-}
 mod limits;
 mod mappings;
 mod pages;

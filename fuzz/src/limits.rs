@@ -1,23 +1,27 @@
 //! Parsers of memory limits and of memory and KSM counters.
 
-use crate::fuzzing;
 use pagefold_engine::units::Permyriad;
+use pagefold_ksm::cow_ksm;
+use pagefold_procmem::cgroup::parse_cgroups;
+use pagefold_procmem::headroom::{self, group_dir};
+use pagefold_procmem::ksm_stat::KsmStat;
+use pagefold_procmem::os::fields::number;
 use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure};
 use std::path::{Component, Path};
 
 /// `/proc/PID/cgroup`: UTF-8 paths stay the same byte for byte, and no path leads out of the cgroup mount.
 pub fn cgroup(text: &[u8]) {
-    let cgroups = fuzzing::cgroups(text);
+    let cgroups = parse_cgroups(text);
     if let Ok(text) = std::str::from_utf8(text) {
         let paths = text.split('\n').filter_map(|line| line.splitn(3, ':').nth(2));
         let paths: Vec<&str> = paths.filter(|path| path.starts_with('/')).collect();
-        assert_eq!(cgroups.iter().map(|(_, path)| path.as_str()).collect::<Vec<_>>(), paths);
+        assert_eq!(cgroups.iter().map(|cgroup| cgroup.path.as_str()).collect::<Vec<_>>(), paths);
     }
-    let lines: Vec<String> = cgroups.iter().map(|(controllers, path)| format!("0:{controllers}:{path}\n")).collect();
-    let printed = lines.concat();
-    assert_eq!(fuzzing::cgroups(printed.as_bytes()), cgroups);
+    let lines: Vec<String> =
+        cgroups.iter().map(|cgroup| format!("0:{}:{}\n", cgroup.controllers, cgroup.path)).collect();
+    assert_eq!(parse_cgroups(lines.concat().as_bytes()), cgroups);
     let root = Path::new("/no/such/mount");
-    for (mount, dir) in fuzzing::memory_cgroups(text, root) {
+    for (mount, dir) in cgroups.iter().filter_map(|cgroup| group_dir(cgroup, root)) {
         assert!(mount.starts_with(root));
         let below = dir.strip_prefix(&mount).unwrap_or_else(|_| panic!("{} is elsewhere", dir.display()));
         assert!(below.components().all(|part| matches!(part, Component::Normal(_))), "{}", dir.display());
@@ -26,12 +30,13 @@ pub fn cgroup(text: &[u8]) {
 
 /// `/proc/PID/ksm_stat`: values are whole pages, and we find the fields among any others.
 pub fn ksm_stat(text: &[u8]) {
-    let (_, zero_kib) = fuzzing::ksm_stat(text);
+    let zero_kib = KsmStat::parse(text).zero_kib;
     assert!(zero_kib % 4 == 0 || zero_kib == u64::MAX);
     for first in
         [&b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n"[..], b"ksm_zero_pages: 12\nksm_merge_any yes\n"]
     {
-        assert_eq!(fuzzing::ksm_stat(&[first, text].concat()), (true, 48));
+        let stat = KsmStat::parse(&[first, text].concat());
+        assert_eq!((stat.merge_any, stat.zero_kib), (true, 48));
     }
 }
 
@@ -44,14 +49,14 @@ pub fn meminfo(text: &[u8]) {
             kib[0], kib[1], kib[2]
         );
         assert_eq!(parse_meminfo(printed.as_bytes()), Ok((total, available, swap)));
-        assert_eq!(fuzzing::available(&printed), Some(available.bytes().0));
+        assert_eq!(headroom::available(&printed), Some(available.bytes().0));
         assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "truncated");
     }
     let text = String::from_utf8_lossy(text);
-    let _ = fuzzing::available(&text);
+    let _ = headroom::available(&text);
     for name in ["inactive_file", "total_inactive_file"] {
-        let Some(bytes) = fuzzing::memory_stat(&text, name) else { continue };
-        assert_eq!(fuzzing::memory_stat(&format!("anon 1\n{name} {bytes}\n"), name), Some(bytes));
+        let Ok(bytes) = number::<u64>(text.as_bytes(), name) else { continue };
+        assert_eq!(number(format!("anon 1\n{name} {bytes}\n").as_bytes(), name), Ok(bytes));
     }
 }
 
@@ -66,6 +71,6 @@ pub fn pressure(text: &[u8]) {
 /// `/proc/vmstat`: we find the counter among any others.
 pub fn vmstat(text: &[u8]) {
     let text = String::from_utf8_lossy(text);
-    let copies = fuzzing::cow_ksm(&text);
-    assert_eq!(fuzzing::cow_ksm(&format!("ksm_swpin_copy 3\ncow_ksm {copies}\n{text}")), copies);
+    let copies = cow_ksm(&text);
+    assert_eq!(cow_ksm(&format!("ksm_swpin_copy 3\ncow_ksm {copies}\n{text}")), copies);
 }

@@ -1,8 +1,8 @@
 //! `/proc/PID/maps` and `/proc/PID/smaps`, and the regions made of their mappings.
 
-use crate::fuzzing::executable;
 use pagefold_engine::keys::RegionKey;
 use pagefold_host::regions::{follow, stretches};
+use pagefold_inject::fuzzing::executable;
 use pagefold_procmem::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use std::collections::BTreeSet;
 

@@ -1,8 +1,7 @@
 //! Page tables: `/proc/PID/pagemap`, PAGEMAP_SCAN and `/proc/kpageflags`.
 
-use crate::fuzzing::page_range;
 use pagefold_procmem::kpageflags::{FrameFlags, KpageFlags};
-use pagefold_procmem::pagemap::{Categories, PagemapEntry};
+use pagefold_procmem::pagemap::{Categories, PageRange, PagemapEntry};
 use std::path::Path;
 
 /// Entries, ranges and frames from arbitrary words: a private page is present, mapped once and anonymous; only present
@@ -18,7 +17,7 @@ pub fn pagemap(bytes: &[u8]) {
     }
     for triple in words.chunks_exact(3) {
         let (start, end, categories) = (triple[0], triple[1], triple[2]);
-        let range = page_range(start, end, categories);
+        let range = PageRange::between(start, end, categories);
         assert!(range.pages.0 <= (1 << 52) && range.pages.0 <= end / 4096);
         assert!(range.pages.0 == 0 || range.first.address() <= start && start < end);
         let both = Categories::PRESENT.or(Categories::HUGE);

@@ -1,7 +1,12 @@
 //! The short files below `/proc/PID`.
 
-use crate::fuzzing::{self, Blocked, activity};
+use pagefold_host::scope::opt_out::guest_denies;
+use pagefold_host::scope::opt_out_qemu::of_arguments;
+use pagefold_host::scope::opt_out_unit::{Setting, memory_ksm};
+use pagefold_inject::fuzzing::{Activity, fitness};
+use pagefold_ksm::ksmd::parse_schedstat;
 use pagefold_procmem::process::Stat;
+use pagefold_procmem::statm::Sizes;
 use pagefold_procmem::status::{Status, program_name};
 use pagefold_text::escape::printable;
 use std::path::Path;
@@ -56,44 +61,47 @@ fn assert_safe(name: &[u8]) {
 
 /// `/proc/PID/statm`: prints and parses back.
 pub fn statm(text: &[u8]) {
-    let Ok(sizes) = fuzzing::statm(text) else { return };
-    let [mapped, resident, data] = sizes;
-    assert_eq!(fuzzing::statm(format!("{mapped} {resident} 1 2 3 {data} 0\n").as_bytes()), Ok(sizes));
+    let Ok(sizes) = Sizes::parse(text) else { return };
+    let Sizes { mapped, resident, data } = sizes;
+    assert_eq!(Sizes::parse(format!("{mapped} {resident} 1 2 3 {data} 0\n").as_bytes()), Ok(sizes));
 }
 
 /// `/proc/PID/task/TID/syscall`: prints and parses back, and we choose only threads that run, sleep or are stopped by
 /// job control for injection.
 pub fn syscall(text: &[u8]) {
+    let Ok(activity) = Activity::parse(text) else { return };
     for state in [b'R', b'S', b'T', b'D', b'Z', b'X', b't', b'I', b'P'] {
-        let Ok((blocked, chosen)) = activity(text, state) else { return };
-        assert!(!chosen || matches!(state, b'R' | b'S' | b'T'));
-        let printed = match blocked {
-            Blocked::Running => "running\n".to_owned(),
-            Blocked::Outside => "-1 0x7ffd0000 0x401000\n".to_owned(),
-            Blocked::In(nr, args, pc) => {
-                assert!(nr >= 0);
-                let args = args.map(|arg| format!("0x{arg:x}")).join(" ");
-                format!("{nr} {args} 0x7ffd0000 0x{pc:x}\n")
-            }
-        };
-        assert_eq!(activity(printed.as_bytes(), state), Ok((blocked, chosen)));
+        assert!(fitness(state, activity).is_none() || matches!(state, b'R' | b'S' | b'T'));
     }
+    let printed = match activity {
+        Activity::Running => "running\n".to_owned(),
+        Activity::Blocked => "-1 0x7ffd0000 0x401000\n".to_owned(),
+        Activity::Syscall { nr, args, pc } => {
+            assert!(nr >= 0);
+            let args = args.map(|arg| format!("0x{arg:x}")).join(" ");
+            format!("{nr} {args} 0x7ffd0000 0x{pc:x}\n")
+        }
+    };
+    assert_eq!(Activity::parse(printed.as_bytes()), Ok(activity));
 }
 
 /// Command lines and files that opt a program out: the last word counts, whatever precedes it.
 pub fn opt_outs(text: &[u8]) {
     let machine = "-machine mem-merge=off";
     let then = |more: &[u8]| [text, more].concat();
-    assert_eq!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=off")), Some(machine));
-    assert_ne!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=on")), Some(machine));
-    assert!(fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=no\n")));
-    assert!(!fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=yes\n")));
-    assert!(fuzzing::guest_opts_out(&[b"allow-ksm: 0\n[snapshot]\n", text].concat()));
-    let _ = fuzzing::guest_opts_out(text);
+    // Every file that the command line names has the text of the command line.
+    let of_qemu = |arguments: Vec<u8>| of_arguments(&arguments, |_| Some(arguments.clone()));
+    let of_service = |file: Vec<u8>| memory_ksm(&file, "Service");
+    assert_eq!(of_qemu(then(b"\0x\0x\0-M\0pc,mem-merge=off")), Some(machine));
+    assert_ne!(of_qemu(then(b"\0x\0x\0-M\0pc,mem-merge=on")), Some(machine));
+    assert_eq!(of_service(then(b"\n\n[Service]\nMemoryKSM=no\n")), Some(Setting::No));
+    assert_ne!(of_service(then(b"\n\n[Service]\nMemoryKSM=yes\n")), Some(Setting::No));
+    assert!(guest_denies(&[b"allow-ksm: 0\n[snapshot]\n", text].concat()));
+    let _ = guest_denies(text);
 }
 
 /// `/proc/PID/schedstat`: the first number.
 pub fn schedstat(text: &[u8]) {
-    let Some(ns) = fuzzing::schedstat(text) else { return };
-    assert_eq!(fuzzing::schedstat(format!("{ns} 5 6\n").as_bytes()), Some(ns));
+    let Some(ns) = parse_schedstat(text) else { return };
+    assert_eq!(parse_schedstat(format!("{ns} 5 6\n").as_bytes()), Some(ns));
 }

@@ -1,49 +1,58 @@
 //! KSM's files, facts about the machine, and names on the command line.
 
-use crate::fuzzing;
 use pagefold_engine::config::Preset;
 use pagefold_engine::error::ConfigError;
 use pagefold_engine::governor::Governor;
+use pagefold_engine::keys::NodeKey;
 use pagefold_engine::placement::policy::Placement;
-use pagefold_host::check::facts::Release;
+use pagefold_host::check::facts::{Release, page_size_in};
+use pagefold_ksm::plain;
+use pagefold_procmem::numa::allowed;
+use pagefold_procmem::os::fields::{chosen, kib};
+use pagefold_procmem::os::numa::{FrameSpan, divided, zones_of};
+use pagefold_procmem::os::number_list::NumberList;
 use std::fmt::Display;
 use std::str::FromStr;
 
 /// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of the
 /// text.
 pub fn ksm_files(text: &[u8]) {
-    if let Some(number) = fuzzing::ksm_number::<u64>(text) {
-        assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
+    assert_number::<u64>(text);
+    assert_number::<i64>(text);
+    let Some(text) = plain(text) else { return };
+    let Some(choice) = chosen(text) else { return };
+    assert!(!choice.contains(']') && text.contains(choice));
+    assert_eq!(chosen(&format!("always [{choice}] never\n")), Some(choice));
+}
+
+fn assert_number<T: FromStr + Display + PartialEq>(text: &[u8]) {
+    let number = |text: &[u8]| plain(text)?.parse::<T>().ok();
+    if let Some(value) = number(text) {
+        assert!(number(format!("{value}\n").as_bytes()).is_some_and(|again| again == value));
     }
-    if let Some(number) = fuzzing::ksm_number::<i64>(text) {
-        assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
-    }
-    let Some(choice) = fuzzing::ksm_choice(text) else { return };
-    assert!(!choice.contains(']') && std::str::from_utf8(text).is_ok_and(|text| text.contains(choice)));
-    assert_eq!(fuzzing::ksm_choice(format!("always [{choice}] never\n").as_bytes()), Some(choice));
 }
 
 /// Kernel version, memory nodes and zones, allowed processors and nodes, and the auxiliary vector.
 pub fn machine(bytes: &[u8]) {
-    let _ = fuzzing::page_size(bytes);
+    let _ = page_size_in(bytes);
     let text = String::from_utf8_lossy(bytes);
     if let Some(release) = Release::parse(&text) {
         assert_eq!(Release::parse(&format!("{release}.9-amd64\n")), Some(release));
     }
-    if let Some(count) = fuzzing::count_list(&text) {
-        assert!(count > 0);
-        let last = count - 1;
-        assert_eq!(fuzzing::count_list(&format!("0-{last}\n")), Some(count));
+    if let Some(list) = NumberList::parse(&text) {
+        if let Some(last) = list.len().checked_sub(1) {
+            assert_eq!(NumberList::parse(&format!("0-{last}\n")).map(|all| all.len()), Some(list.len()));
+        }
+        assert!(list.iter().next().is_none() || list.meets(&list));
     }
-    let _ = fuzzing::allowed(bytes);
-    let _ = fuzzing::node_kib(&text, "Node 0 MemFree");
-    let (numbers, meets) = fuzzing::list(&text);
-    assert!(numbers == 0 || meets);
-    // Parts of the block lie in it and don't overlap.
+    let _ = allowed(bytes);
+    let _ = kib(bytes, "Node 0 MemFree");
+    // Parts of a block of two nodes lie in it and don't overlap.
+    let block = [0, 1].map(|node| FrameSpan { first: 32_768, frames: 32_768, node: NodeKey(node) });
     let mut end = 32_768;
-    for (first, frames) in fuzzing::block_of_two(&text) {
-        assert!(first >= end && frames > 0);
-        end = first + frames;
+    for part in divided(&block, &zones_of(&text)) {
+        assert!(part.first >= end && part.frames > 0);
+        end = part.first + part.frames;
     }
     assert!(end <= 65_536);
 }

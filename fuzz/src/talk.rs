@@ -1,9 +1,11 @@
 //! Formats that pagefold writes itself: the state file, the control socket, the injector.
 
-use crate::fuzzing::{injector_reply, injector_request};
+use pagefold_inject::fuzzing::{Reply, Request as InjectorRequest, reply_limit};
 use pagefold_ksm::Knob;
 use pagefold_ksm::state_file::State;
 use protocol::{ControlState, REQUEST_MOST, Refusal, Request};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::time::Duration;
 
 // The program isn't a library, so we include its only module that reads what others write.
@@ -58,8 +60,16 @@ pub fn control(line: &[u8]) {
 
 /// The injector: requests and replies print and parse back, and time limits are at most an hour.
 pub fn injector(line: &[u8]) {
-    if let Some((same, limit)) = injector_request(line) {
-        assert!(same && limit <= Duration::from_secs(3600));
+    if let Ok(request) = serde_json::from_slice::<InjectorRequest>(line) {
+        assert!(reply_limit(request.calls.len(), &request.limits) <= Duration::from_secs(3600));
+        assert_same(&request);
     }
-    assert_ne!(injector_reply(line), Some(false));
+    if let Ok(reply) = serde_json::from_slice::<Reply>(line) {
+        assert_same(&reply);
+    }
+}
+
+fn assert_same<T: PartialEq + Serialize + DeserializeOwned>(value: &T) {
+    let printed = serde_json::to_vec(value).expect("plain strings and numbers");
+    assert!(serde_json::from_slice::<T>(&printed).is_ok_and(|again| again == *value));
 }

@@ -4,7 +4,8 @@
 //! allocations fail.
 #![allow(unsafe_code, reason = "an allocator that counts and fails")]
 
-use pagefold_fuzz::fuzzing;
+use pagefold_procmem::cgroup::parse_cgroups;
+use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::maps::{parse_maps, parse_smaps};
 use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure};
 use pagefold_procmem::process::Stat;
@@ -98,7 +99,7 @@ fn status(text: &[u8]) {
 }
 
 fn cgroup(text: &[u8]) {
-    drop(fuzzing::cgroups(text));
+    drop(parse_cgroups(text));
 }
 
 #[test]
@@ -106,7 +107,7 @@ fn parsers_take_little_memory_for_any_text() {
     const NAMES: usize = 1_400;
     let meminfo: Parse = |text| _ = parse_meminfo(text);
     let pressure: Parse = |text| _ = parse_pressure(text);
-    let ksm_stat: Parse = |text| _ = fuzzing::ksm_stat(text);
+    let ksm_stat: Parse = |text| _ = KsmStat::parse(text);
     // The bound in MiB.
     let cases: [(&str, Parse, Vec<u8>, usize); 16] = [
         ("maps, as many mappings as are permitted", maps, mappings(NAMES, ""), 128),

@@ -13,8 +13,6 @@
 
 pub mod check;
 mod churn;
-#[doc(hidden)]
-pub mod fuzzing;
 mod huge_mappings;
 pub mod judge;
 pub mod live;

@@ -34,19 +34,19 @@ const GLANCE: Duration = Duration::from_millis(1);
 const SLACK: Duration = Duration::from_secs(5);
 
 #[derive(PartialEq, Serialize, Deserialize)]
-pub(crate) struct Request {
+pub struct Request {
     version: u32,
     id: u64,
     pid: i32,
     start_time_ticks: u64,
     /// The program to make the calls in. `None`: whichever the process runs, and shares of our time don't apply.
     program: Option<ProgramId>,
-    pub(crate) calls: Vec<Call>,
-    pub(crate) limits: Limits,
+    pub calls: Vec<Call>,
+    pub limits: Limits,
 }
 
 #[derive(PartialEq, Serialize, Deserialize)]
-pub(crate) struct Reply {
+pub struct Reply {
     version: u32,
     id: u64,
     pid: u32,
@@ -271,7 +271,7 @@ impl Drop for Connection {
 }
 
 /// How long a reply may take: all limits used up, with two attempts at each batch.
-pub(crate) fn reply_limit(calls: usize, limits: &Limits) -> Duration {
+pub fn reply_limit(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
     let stops_ns = calls.div_ceil(per_stop).saturating_mul(limits.stop_ns).saturating_mul(2);

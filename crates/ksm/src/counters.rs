@@ -82,7 +82,7 @@ fn event(vmstat: &str, name: &str) -> u64 {
     number(vmstat.as_bytes(), name).unwrap_or(0)
 }
 
-pub(crate) fn cow_ksm(vmstat: &str) -> u64 {
+pub fn cow_ksm(vmstat: &str) -> u64 {
     event(vmstat, "cow_ksm")
 }
 

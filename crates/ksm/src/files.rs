@@ -190,7 +190,7 @@ fn not_negative(pages: i64) -> Pages {
 }
 
 /// The text of a file without the final newline. `None` if it isn't UTF-8.
-pub(crate) fn plain(bytes: &[u8]) -> Option<&str> {
+pub fn plain(bytes: &[u8]) -> Option<&str> {
     Some(std::str::from_utf8(bytes).ok()?.trim_ascii())
 }
 

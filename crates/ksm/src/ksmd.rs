@@ -84,7 +84,7 @@ impl Ksmd {
 }
 
 /// Parses the first field of `schedstat`: nanoseconds on a CPU.
-pub(crate) fn parse_schedstat(text: &[u8]) -> Option<u64> {
+pub fn parse_schedstat(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.split_ascii_whitespace().next()?.parse().ok()
 }
 

@@ -11,8 +11,6 @@
 pub mod controller;
 mod counters;
 mod files;
-#[doc(hidden)]
-pub mod fuzzing;
 mod knob_writer;
 mod knobs;
 pub mod ksmd;
@@ -23,10 +21,8 @@ mod restore;
 pub mod scan;
 pub mod state_file;
 
-pub(crate) use counters::cow_ksm;
-pub use counters::{KsmCounters, VmEventCounter, VmEvents};
-pub(crate) use files::plain;
-pub use files::{KSM_ROOT, Ksm, KsmError};
+pub use counters::{KsmCounters, VmEventCounter, VmEvents, cow_ksm};
+pub use files::{KSM_ROOT, Ksm, KsmError, plain};
 pub use knob_writer::{KnobError, Overridden};
 pub use knobs::{Knob, Knobs};
 #[cfg(test)]

@@ -10,8 +10,6 @@ pub mod collapse;
 pub mod cpu;
 pub mod cursor;
 pub mod file_id;
-#[doc(hidden)]
-pub mod fuzzing;
 pub mod headroom;
 pub mod image;
 pub mod kpageflags;

@@ -334,7 +334,7 @@ fn page_size(auxv: &Path) -> Fact<u64> {
 }
 
 /// AT_PAGESZ of an auxiliary vector.
-pub(crate) fn page_size_in(auxv: &[u8]) -> Option<u64> {
+pub fn page_size_in(auxv: &[u8]) -> Option<u64> {
     let word = |bytes: &[u8]| bytes.try_into().map(u64::from_ne_bytes).ok();
     auxv.chunks_exact(16).find(|pair| word(&pair[..8]) == Some(6)).and_then(|pair| word(&pair[8..]))
 }
