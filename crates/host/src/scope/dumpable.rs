@@ -19,6 +19,7 @@ use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::Status;
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
@@ -244,55 +245,29 @@ pub(super) fn try_access(pid: i32) -> Result<(), i32> {
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
 }
 
-const CAP_SYS_PTRACE: u32 = 19;
-
 /// Removes CAP_SYS_PTRACE from the effective set of this thread until dropped.
 pub(super) struct WithoutPtrace {
-    before: [CapData; 2],
-}
-
-#[repr(C)]
-struct CapHeader {
-    version: u32,
-    pid: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct CapData {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
+    before: CapabilitySets,
 }
 
 impl WithoutPtrace {
     pub(super) fn enter() -> io::Result<Self> {
-        let mut before = [CapData::default(); 2];
-        capability(libc::SYS_capget, &mut before)?;
-        let mut without = before;
-        without[0].effective &= !(1 << CAP_SYS_PTRACE);
-        capability(libc::SYS_capset, &mut without)?;
+        let before = capabilities(None)?;
+        let effective = before.effective - CapabilitySet::SYS_PTRACE;
+        set_capabilities(None, CapabilitySets { effective, ..before })?;
         Ok(Self { before })
     }
 
     fn permitted(&self) -> u64 {
-        u64::from(self.before[0].permitted) | u64::from(self.before[1].permitted) << 32
+        self.before.permitted.bits()
     }
 }
 
 impl Drop for WithoutPtrace {
     fn drop(&mut self) {
         // Raising a permitted capability can't fail; if it did, later reads would report Denied.
-        let _ = capability(libc::SYS_capset, &mut self.before);
+        let _ = set_capabilities(None, self.before);
     }
-}
-
-fn capability(call: libc::c_long, data: &mut [CapData; 2]) -> io::Result<()> {
-    const VERSION_3: u32 = 0x2008_0522;
-    let mut header = CapHeader { version: VERSION_3, pid: 0 };
-    // SAFETY: version 3 takes a header and two data structs; pid 0 is this thread.
-    let answer = unsafe { libc::syscall(call, &raw mut header, data.as_mut_ptr()) };
-    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]

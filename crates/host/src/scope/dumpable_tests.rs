@@ -18,10 +18,8 @@ fn answer(user: u32, dumpable: bool) -> Dumpable {
     super::dumpable(&ProcessInfo::of(&process).unwrap()).unwrap()
 }
 
-fn effective() -> u64 {
-    let mut data = [CapData::default(); 2];
-    capability(libc::SYS_capget, &mut data).unwrap();
-    u64::from(data[0].effective) | u64::from(data[1].effective) << 32
+fn effective() -> CapabilitySet {
+    capabilities(None).unwrap().effective
 }
 
 #[test]
