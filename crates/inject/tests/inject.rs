@@ -53,18 +53,6 @@ fn a_blocked_thread_notices_nothing_and_a_real_signal_still_interrupts_it() {
 // ---- other states -------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_computing_thread_notices_nothing() {
-    if !can_inject() {
-        return;
-    }
-    for mode in ["busy", "threads"] {
-        let mut victim = Victim::start(mode);
-        victim.mark_repeatedly(15);
-        victim.expect_ok(mode);
-    }
-}
-
-#[test]
 fn restartable_sequences_stay_atomic() {
     let Some(mut victim) = Victim::if_possible("rseq") else { return };
     let mut injected = 0;
@@ -149,39 +137,6 @@ fn a_process_without_its_main_thread_can_be_marked() {
     wait_until("the other thread is there", || tids(victim.pid()).len() == 2);
     victim.mark_repeatedly(3);
     victim.finish("main-exit");
-}
-
-#[test]
-fn no_signal_is_lost_or_doubled() {
-    let Some(mut victim) = Victim::if_possible("queue") else { return };
-    let mut sent = 0_u32;
-    let pid = victim.pid();
-    let begun = Instant::now();
-    std::thread::scope(|scope| {
-        let sender = scope.spawn(move || {
-            let mut sent = 0_u32;
-            while begun.elapsed() < Duration::from_millis(900) {
-                let value = libc::sigval { sival_ptr: std::ptr::null_mut() };
-                // EAGAIN: the queue is full.
-                // SAFETY: the value is a null pointer that no handler uses.
-                sent += u32::from(unsafe { libc::sigqueue(pid, libc::SIGRTMIN(), value) } == 0);
-                std::thread::sleep(Duration::from_micros(20));
-            }
-            sent
-        });
-        while !sender.is_finished() {
-            match victim.mark(MARK) {
-                Ok(report) => assert_eq!(report.results, [Ok(0)]),
-                // A signal is pending nearly all the time, so no attempt may find a good moment.
-                Err(error) => assert!(error.is_passing(), "{error}"),
-            }
-        }
-        sent += sender.join().unwrap();
-    });
-    assert!(sent > 100);
-    victim.send();
-    assert_eq!(victim.line(), format!("counted {sent}"));
-    victim.expect_ok("queue");
 }
 
 #[test]

@@ -58,7 +58,6 @@ fn main() {
     let memory = Memory::new();
     handle(libc::SIGUSR1, count as *const () as usize, 0);
     handle(libc::SIGTRAP, count as *const () as usize, 0);
-    handle(libc::SIGRTMIN(), count as *const () as usize, libc::SA_RESTART);
     let before = signals();
     memory.announce();
     report(run(&mode).and_then(|()| memory.check()).and_then(|()| signals_back(&before)));
@@ -75,7 +74,6 @@ fn run(mode: &str) -> Result<(), String> {
         "vfork" => states::vfork(800_000),
         "big-write" => states::big_write(),
         "threads" => states::threads(),
-        "queue" => states::queue(),
         "strict" => seccomp::strict(),
         "filter-kill" => seccomp::filtered(libc::SECCOMP_RET_KILL_PROCESS),
         "filter-errno" => seccomp::filtered(libc::SECCOMP_RET_ERRNO | 1),

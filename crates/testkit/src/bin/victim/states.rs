@@ -1,11 +1,10 @@
 //! Modes that don't just block in a call.
 
 use crate::blocking::{forked, pipe, word};
-use crate::checks::{HANDLED, HARMLESS, LONG_MS, Memory, PAGES};
+use crate::checks::{HARMLESS, LONG_MS, Memory, PAGES};
 use crate::hold::call;
 use crate::system::{anonymous, sleep_us};
 use crate::torture::is_asked_to_end;
-use std::sync::atomic::Ordering;
 
 /// Waits for a byte on standard input.
 pub fn command() -> Result<u8, String> {
@@ -77,13 +76,6 @@ pub fn big_write() -> Result<(), String> {
 pub fn threads() -> Result<(), String> {
     let workers: Vec<_> = (0..6).map(|_| std::thread::spawn(busy)).collect();
     workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
-}
-
-/// Counts queued real-time signals until a byte is sent, and prints the count. None may be missing or doubled.
-pub fn queue() -> Result<(), String> {
-    command()?;
-    println!("counted {}", HANDLED.load(Ordering::Relaxed));
-    Ok(())
 }
 
 pub fn churn() -> Result<(), String> {
