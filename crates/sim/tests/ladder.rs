@@ -174,17 +174,6 @@ fn a_large_mapping_is_judged_in_blocks() {
     assert!(sim.engine.ledger().pages_read < 5 * 1024 * MIB, "{} read", sim.engine.ledger().pages_read);
 }
 
-#[test]
-fn the_same_seed_gives_the_same_run() {
-    let course = || {
-        let mut sim = Machine::with(host(), Config { governor: Governor::Low, ..config() });
-        scenario::cow_breaker(&mut sim, Pages(64 * MIB));
-        scenario::mariadb(&mut sim, 3, Pages(32 * MIB));
-        sim.course(60)
-    };
-    assert_eq!(course(), course());
-}
-
 /// Adds two processes with `pages` pages each, which start at `at_ns`.
 fn pairs(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
     for process in [process, process + 1] {
