@@ -37,7 +37,6 @@ pub fn describe(status: &Status, style: Style) -> String {
         return text;
     }
     kinds(&mut text, status, style);
-    levels(&mut text, status, style);
     process_table(&mut text, &status.programs.processes, status.xen.is_some(), style);
     if let Some(places) = &status.numa {
         places.describe(&mut text, style);
@@ -280,25 +279,6 @@ fn kinds(text: &mut String, status: &Status, style: Style) {
         let figures = format!("  {kind:<21} {memory:>9}  {part:>7}  {:>7}  ", row.regions);
         let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
         text.line(format!("{figures}{}", paint(row.kind, &bar(share, BAR), style)));
-    }
-}
-
-fn levels(text: &mut String, status: &Status, style: Style) {
-    text.blank();
-    text.line(style.dim("  LEVEL OF THE LADDER      MEMORY     CORE  REGIONS"));
-    let top = status.totals.levels.len();
-    for row in &status.totals.levels {
-        let level = row.level;
-        let treatment = match level {
-            1 => "watched, and new",
-            level if level == top => "read whole, merged",
-            _ => "sampled",
-        };
-        let memory = human(row.resident.bytes().0);
-        let core = percent(row.share.fraction(), 1.0);
-        let figures = format!("  {level:<2} {treatment:<18} {memory:>9}  {core:>7}  {:>7}  ", row.regions);
-        let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
-        text.line(format!("{figures}{}", style.plain(&bar(share_of_all(row.resident, status), BAR))));
     }
 }
 

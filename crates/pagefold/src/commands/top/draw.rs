@@ -29,7 +29,7 @@ const HELP: [(&str, &str); 15] = [
     ("Arrows, Page, End", "choose a row"),
     ("Enter", "a process region by region, with reason and next step; a workload's processes"),
     ("Esc", "go back; clear the filter"),
-    ("Tab, F2", "kinds of memory, levels of the ladder, and next steps; and back"),
+    ("Tab, F2", "kinds of memory, and next steps; and back"),
     ("o, F3", "the savings over time, from the history; and back"),
     ("/, F4", "show only rows with this text in the name, the workload or the pid"),
     ("t, F5", "a row for each process, or for each workload (VM, container, pod, systemd unit)"),
@@ -313,11 +313,6 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let mut lines = vec![Line::styled(head, bold)];
     for row in &status.totals.kinds {
         lines.push(total(name_width, &row.kind.to_string(), row.resident, row.regions, all, look.kind(row.kind)));
-    }
-    lines.push(Line::styled(" LEVEL OF THE LADDER", bold));
-    for row in &status.totals.levels {
-        let name = format!("{}, up to {} CPU", row.level, percent(row.share.fraction(), 1.0));
-        lines.push(total(name_width, &name, row.resident, row.regions, all, look.of(Color::Cyan)));
     }
     lines.push(Line::styled(" WHAT HAPPENS NEXT", bold));
     for row in &status.totals.next {

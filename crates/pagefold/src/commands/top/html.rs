@@ -232,11 +232,6 @@ fn memory(html: &mut String, status: &Status) {
         total_cells(&kind.kind.to_string(), kind.resident, kind.regions, all)
     });
     html.push_str("</section><section>");
-    table(html, "The ladder", &total_head("Level"), &status.totals.levels, |level| {
-        let name = format!("{}, up to {} CPU", level.level, percent(level.share.fraction(), 1.0));
-        total_cells(&name, level.resident, level.regions, all)
-    });
-    html.push_str("</section><section>");
     table(html, "What happens next", &total_head("What"), &status.totals.next, |next| {
         let when = next.soonest_seconds.map_or(String::new(), |seconds| format!(", first in {}", time(seconds)));
         total_cells(&format!("{}{when}", next.verb), next.resident, next.regions, all)
