@@ -1,5 +1,5 @@
-//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows the cost, and compares the
-//! cost with KSM alone. All figures that it shows are measured while it runs.
+//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, and shows the cost. All figures
+//! that it shows are measured while it runs.
 
 mod picture;
 mod watch;
@@ -18,18 +18,14 @@ use anyhow::{Context, Result, bail};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::host::ScanOrder;
 use pagefold_engine::sampling::census::bytes_of;
 use pagefold_engine::units::Pages;
 use pagefold_host::live::{Event, LiveHost};
 use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::eligible::eligible_spans;
-use pagefold_inject::mark::mark;
 use pagefold_inject::unmerge::{Unmerged, unmerge};
-use pagefold_ksm::controller::{KsmdController, scan_and_restore};
-use pagefold_ksm::ksmd::Ksmd;
+use pagefold_ksm::controller::scan_and_restore;
 use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, restore_deferred};
-use pagefold_ksm::{Knob, Knobs, Ksm};
+use pagefold_ksm::{Knobs, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_and_children_cpu_ns;
 use pagefold_procmem::os::interrupt::Interrupt;
@@ -39,21 +35,9 @@ use pagefold_text::style::{self, Style, human};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use watch::{Observed, Watch};
+use watch::Watch;
 use words::Merged;
 use workers::{Size, Workers};
-
-/// The rate at which ksmd scans in the part with KSM alone. The kernel's default is 100 pages every 20 ms.
-const KSM_PAGES: u32 = 1000;
-const KSM_SLEEP_MS: u32 = 20;
-
-/// The kernel's defaults, for the part with KSM alone.
-const DEFAULTS: InitialKnobs = InitialKnobs {
-    max_page_sharing: Some(256),
-    use_zero_pages: Some(false),
-    smart_scan: Some(true),
-    merge_across_nodes: Some(true),
-};
 
 /// Restoring KSM and a scan of ksmd may take this long each.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -71,24 +55,15 @@ struct Times {
     merge: Duration,
     /// Merge for at most this long.
     merge_most: Duration,
-    ksm: Duration,
     /// Pauses in which the user can read the text.
     read: Duration,
 }
 
 impl Times {
-    const FULL: Self = Self {
-        merge: Duration::from_secs(9),
-        merge_most: Duration::from_secs(20),
-        ksm: Duration::from_secs(20),
-        read: Duration::from_millis(2500),
-    };
-    const QUICK: Self = Self {
-        merge: Duration::from_secs(2),
-        merge_most: Duration::from_secs(10),
-        ksm: Duration::from_secs(3),
-        read: Duration::ZERO,
-    };
+    const FULL: Self =
+        Self { merge: Duration::from_secs(9), merge_most: Duration::from_secs(20), read: Duration::from_millis(2500) };
+    const QUICK: Self =
+        Self { merge: Duration::from_secs(2), merge_most: Duration::from_secs(10), read: Duration::ZERO };
 }
 
 /// Runs the demonstration, restores everything, and returns the exit code.
@@ -204,9 +179,8 @@ impl Demo {
         let unmerged = self.unmerge(&pids)?;
         style::print(&words::unmerged(unmerged, began.elapsed(), style))?;
         self.interrupt.check()?;
-        let alone = self.ksm_alone(&pids, savable, &merged)?;
         let bytes = self.verify()?;
-        style::print(&words::compared(bytes, &merged, &alone, style))?;
+        style::print(&words::verified_again(bytes, style))?;
         Ok(())
     }
 
@@ -220,13 +194,7 @@ impl Demo {
         let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        // The part with KSM alone has the same settings, so that the comparison is fair.
-        let initial = InitialKnobs {
-            smart_scan: self.before.smart_scan.and(DEFAULTS.smart_scan),
-            merge_across_nodes: self.before.merge_across_nodes.and(DEFAULTS.merge_across_nodes),
-            ..InitialKnobs::default()
-        };
-        let knobs = take(Some(preflight::injector()?), &self.ksm, &initial)?;
+        let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
         let config = Config { seed: seed(), governor: Governor::Full, ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -276,35 +244,6 @@ impl Demo {
         drop(injector);
         unmerge::settle(lease)?;
         Ok(unmerged)
-    }
-
-    /// Lets KSM work alone: we mark everything, and ksmd scans at a constant rate.
-    fn ksm_alone(&mut self, pids: &[i32], savable: u64, merged: &Merged) -> Result<Observed> {
-        let style = self.style;
-        let span = self.times.ksm.as_secs_f64();
-        style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
-        self.unmerge_others()?;
-        let lease = lease(&self.ksm, &DEFAULTS)?;
-        if lease.unavailable().iter().any(|(knob, _)| *knob == Knob::MaxPageSharing) {
-            bail!("other programs have merged memory meanwhile");
-        }
-        for &pid in pids {
-            let process = Process::open(pid)?;
-            mark(&process, &eligible_spans(&process)?)?;
-        }
-        let before: Vec<(f64, u64)> = words::curve(&merged.observed.points);
-        let watch =
-            Watch::start(self.ksm.clone(), &[], move |view| words::ksm_picture(view, &before, savable, span, style))?;
-        let ksmd = KsmdController::start(&lease, Ksmd::find()?)?;
-        ksmd.order(ScanOrder::Pace { pages_to_scan: KSM_PAGES, sleep_ms: KSM_SLEEP_MS, thorough: false });
-        let slept = self.interrupt.sleep(self.times.ksm);
-        let observed = watch.finish();
-        if let Some(why) = ksmd.status().stood_down {
-            return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
-        }
-        lease.restore(LIMIT);
-        slept?;
-        observed
     }
 
     /// Unmerges other programs' memory that ksmd has merged because these programs had marked it.

@@ -48,8 +48,8 @@ fn an_interrupted_demo_restores_everything() {
     for holder in &mut bystanders {
         holder.mark(0, 2_048);
     }
-    // At about these times it scans, merges, unmerges, and lets KSM work alone.
-    for milliseconds in [100, 700, 1500, 2600, 4000] {
+    // At about these times it scans and merges.
+    for milliseconds in [100, 700, 1500, 2000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
         wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
         std::thread::sleep(Duration::from_millis(milliseconds));

@@ -41,7 +41,7 @@ impl Point {
 pub struct View<'a> {
     /// The readings so far, at least one.
     pub points: &'a [Point],
-    /// Memory of each worker in bytes. Empty if we watch no workers.
+    /// Memory of each worker in bytes.
     pub workers: &'a [u64],
     /// Whether to draw only a line, because we can't redraw a picture.
     pub line: bool,
@@ -51,7 +51,7 @@ pub struct View<'a> {
 pub struct Observed {
     /// The readings, at least one.
     pub points: Vec<Point>,
-    /// Memory of each worker at the end, in bytes. Empty if we watched no workers.
+    /// Memory of each worker at the end, in bytes.
     pub workers: Vec<u64>,
     /// CPU time of reading and drawing.
     pub display_cpu: Duration,
@@ -60,16 +60,6 @@ pub struct Observed {
 impl Observed {
     pub fn last(&self) -> Point {
         self.points.last().copied().unwrap_or_default()
-    }
-
-    /// The last reading at or before a time.
-    pub fn at(&self, seconds: f64) -> Point {
-        self.points.iter().take_while(|point| point.seconds <= seconds).last().copied().unwrap_or_default()
-    }
-
-    /// The first reading with at least `saved` bytes saved.
-    pub fn reached(&self, saved: u64) -> Option<Point> {
-        self.points.iter().copied().find(|point| saved > 0 && point.saved >= saved)
     }
 }
 
@@ -167,19 +157,4 @@ impl Meters {
 fn thread_cpu() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split_ascii_whitespace().next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn readings_are_found_by_time_and_by_saving() {
-        let point = |seconds, saved| Point { seconds, saved, ..Point::default() };
-        let observed = Observed { points: vec![point(0.0, 0), point(1.0, 50), point(2.0, 90)], ..Observed::default() };
-        assert_eq!(observed.at(1.5).saved, 50);
-        assert_eq!(observed.reached(60).unwrap().saved, 90);
-        assert_eq!((observed.reached(91), observed.reached(0)), (None, None));
-        assert_eq!(observed.last().saved, 90);
-    }
 }
