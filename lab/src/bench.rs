@@ -7,6 +7,7 @@ pub mod experiment;
 pub mod frames;
 pub mod guest;
 pub mod load;
+mod marks;
 mod oracle;
 mod page_tables;
 pub mod plan;

@@ -23,7 +23,6 @@ mod engine;
 pub mod fuzzing;
 pub(crate) mod gadget;
 mod injector;
-pub mod mark;
 mod progress;
 mod ptrace;
 mod regs;

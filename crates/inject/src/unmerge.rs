@@ -9,7 +9,6 @@
 //! only the call unmerges these. The other is kernels that don't tell merged from fork-shared pages: there our reads
 //! would copy both.
 
-use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
 use pagefold_engine::relief::UNMERGE_STEP;
 use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
@@ -26,9 +25,12 @@ use pagefold_procmem::os::abandonable::advance;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::{Process, ReadError};
 use std::thread::sleep;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
+/// How long we keep trying a target that is too busy to be stopped, and the pause between tries.
+const RETRY_LIMIT: Duration = Duration::from_secs(5);
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
 /// How much address space we copy from outside after one check of the limits: 2 MiB, 2 ms at about a gigabyte a second.
 const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// How much address space one call unmarks if it has to make the copies.

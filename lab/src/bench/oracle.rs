@@ -1,11 +1,10 @@
 //! The oracle reads every page beforehand, so it knows which pages are worth marking. It bounds every policy's
 //! judgement; we don't charge it for reading.
 
+use super::marks::{PageSpan, eligible_mappings};
 use pagefold_engine::hash::{Digest, Digester};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::{Bytes, Pages, Vpn};
-use pagefold_host::scope::eligible::eligible_mappings;
-use pagefold_inject::mark::PageSpan;
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::Process;
 use std::collections::HashMap;

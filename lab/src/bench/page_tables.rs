@@ -1,10 +1,9 @@
 //! Counts merged pages in the targets' page tables. When COW breaks a merge, KSM's counters lag, since ksmd only
 //! notices on its next scan. Page tables change at once.
 
+use crate::bench::marks::{PageSpan, eligible_spans};
 use crate::bench::sampling::SamplingThread;
 use pagefold_engine::units::Pages;
-use pagefold_host::scope::eligible::eligible_spans;
-use pagefold_inject::mark::PageSpan;
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
 pub use pagefold_report::points::PageTableSample;

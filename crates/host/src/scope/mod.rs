@@ -14,7 +14,6 @@ pub mod deny_list;
 pub mod domain;
 pub mod dumpable;
 mod dumpable_beside;
-pub mod eligible;
 pub mod exclude;
 pub mod exe;
 pub mod kept_out;

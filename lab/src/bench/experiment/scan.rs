@@ -4,6 +4,7 @@
 use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Completed};
 use crate::bench::frames::open_all;
+use crate::bench::marks::eligible_mappings;
 use crate::bench::measures::median;
 use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
@@ -12,7 +13,6 @@ use nix::unistd::Pid;
 use pagefold_engine::random::mix;
 use pagefold_engine::sampling::census::choose::Chooser;
 use pagefold_engine::units::PAGE_SIZE;
-use pagefold_host::scope::eligible::eligible_mappings;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::Process;

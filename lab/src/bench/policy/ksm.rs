@@ -1,12 +1,11 @@
 //! KSM by itself, with the kernel's own ways to drive it, and at its best.
 
 use super::{KSM_EVERYTHING, Kernel, Marks, NO_MERGING, ORACLE, Policy, Stage};
+use crate::bench::marks::{eligible_spans, mark};
 use crate::bench::sysfs::Changed;
 use crate::ksm_control::{ExperimentError, KsmForExperiment};
 use anyhow::ensure;
 use pagefold_engine::units::{Permyriad, whole};
-use pagefold_host::scope::eligible::eligible_spans;
-use pagefold_inject::mark::mark;
 use pagefold_ksm::{KSM_ROOT, Knob};
 use pagefold_procmem::process::Process;
 use std::path::Path;
@@ -224,7 +223,7 @@ fn measure_later_scans(stage: &mut Stage<'_>) -> anyhow::Result<()> {
 
 /// Marks all of a process that no rule excludes. Returns the bytes marked.
 pub fn mark_eligible(process: &Process) -> anyhow::Result<u64> {
-    Ok(mark(process, &eligible_spans(process)?)?.0)
+    mark(process, &eligible_spans(process)?)
 }
 
 /// Lets ksmd scan `pages` each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].

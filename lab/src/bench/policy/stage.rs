@@ -6,13 +6,13 @@ use super::{Marks, Policy};
 use crate::bench::daemon::{self, Running};
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::frames::open_all;
+use crate::bench::marks::mark;
 use crate::bench::report::{Answers, PolicyRun, agree};
 use crate::bench::sampler::{Sampler, SamplerPoint};
 use crate::bench::{oracle, page_tables};
 use crate::ksm_control::KsmForExperiment;
 use crate::programs::{Target, answers};
 use anyhow::{Context, bail};
-use pagefold_inject::mark::mark;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use pagefold_report::activity::ActivityCounters;
@@ -226,7 +226,7 @@ impl<'a> Stage<'a> {
                 let knowledge = oracle::survey(&self.processes)?;
                 self.run.savable_bytes = Some(knowledge.savable.0);
                 for (process, spans) in self.processes.iter().zip(&knowledge.spans) {
-                    marked += mark(process, spans)?.0;
+                    marked += mark(process, spans)?;
                 }
             }
         }

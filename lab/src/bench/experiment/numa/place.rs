@@ -2,12 +2,12 @@
 
 use super::Sizes;
 use crate::bench::experiment::{ExperimentSetting, PolicySequence, Targets, before_and_during};
+use crate::bench::marks::eligible_mappings;
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Placed};
 use crate::programs::{Notes, Observed};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::PAGE_SIZE;
-use pagefold_host::scope::eligible::eligible_mappings;
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
