@@ -14,6 +14,7 @@ pub mod number_list;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;
+pub mod sandbox;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
