@@ -1,10 +1,11 @@
-//! The injector as its users see it: a process that we start again when it dies.
+//! The injector as its users see it: a process that is started again when it dies.
 //!
 //! An injector keeps no state, so a new one can take its place. After a death we don't know whether it carried out the
 //! request under way: the request fails with an error that says so, and the caller looks at the target again. Threads
 //! whose registers the dead process had borrowed resume by themselves or die ([`super::return_frame`]). So we wait
 //! longer before each further restart, and give up when injectors keep dying or we can't start one.
 
+use super::starter::Starter;
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
 use pagefold_procmem::image::ProgramId;
@@ -13,7 +14,7 @@ use pagefold_procmem::os::locked;
 use pagefold_procmem::process::Process;
 use std::io;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
@@ -65,12 +66,10 @@ struct Supervised {
     /// Deaths and failed starts in a row.
     failures: u32,
     restarts: u32,
-    /// CPU time of earlier injectors that weren't children of this process.
+    /// CPU time of earlier injectors.
     former_ns: u64,
-    /// CPU time of earlier injectors that were children of this process.
-    former_children_ns: u64,
-    /// Earlier injectors that we started and that hadn't ended when we replaced them.
-    former: Vec<Child>,
+    /// Whether injectors are this process's descendants.
+    is_descendant: bool,
 }
 
 struct Down {
@@ -82,12 +81,14 @@ impl Injector {
     /// Starts `command`, which must call [`super::serve`] on its standard input and output. We don't replace it when it
     /// dies.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
-        Ok(Self::of(Connection::spawn(command)?, None))
+        Ok(Self::of(Connection::spawn(command)?, None, true))
     }
 
-    /// Starts an injector, and another one whenever it has died.
-    pub fn keep_running(command: impl Fn() -> Command + Send + Sync + 'static) -> io::Result<Self> {
-        Self::keep(move || Connection::spawn(&mut command()))
+    /// Starts `starter`, which must call [`super::start_injectors`], and by it an injector, and another one whenever it
+    /// has died.
+    pub fn keep_running(starter: &mut Command) -> io::Result<Self> {
+        let starter = Starter::spawn(starter)?;
+        Self::keep(move || starter.start(), true)
     }
 
     /// Connects to the socket of a service manager that starts an injector for each connection. We connect again
@@ -97,14 +98,17 @@ impl Injector {
     /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let path = path.to_owned();
-        Self::keep(move || Connection::connect(&path))
+        Self::keep(move || Connection::connect(&path), false)
     }
 
-    fn keep(start: impl Fn() -> io::Result<Connection> + Send + Sync + 'static) -> io::Result<Self> {
-        Ok(Self::of(start()?, Some(Arc::new(start))))
+    fn keep(
+        start: impl Fn() -> io::Result<Connection> + Send + Sync + 'static,
+        is_descendant: bool,
+    ) -> io::Result<Self> {
+        Ok(Self::of(start()?, Some(Arc::new(start)), is_descendant))
     }
 
-    fn of(connection: Connection, start: Option<Start>) -> Self {
+    fn of(connection: Connection, start: Option<Start>, is_descendant: bool) -> Self {
         let supervised = Supervised {
             connection,
             patience: None,
@@ -114,8 +118,7 @@ impl Injector {
             failures: 0,
             restarts: 0,
             former_ns: 0,
-            former_children_ns: 0,
-            former: Vec::new(),
+            is_descendant,
         };
         Self { supervised: Arc::new(Mutex::new(supervised)), queue: Arc::default() }
     }
@@ -163,25 +166,15 @@ impl Injector {
         }
     }
 
-    /// CPU time of this and all earlier injectors up to their last replies, nanoseconds. Leaves out earlier ones that
-    /// were our children: RUSAGE_CHILDREN has their time.
+    /// CPU time of all injectors so far, up to their last replies, nanoseconds.
     pub fn cpu_ns(&self) -> u64 {
         let supervised = self.lock();
         supervised.connection.cpu_ns() + supervised.former_ns
     }
 
-    /// CPU time of all injectors so far, up to their last replies, nanoseconds.
-    pub fn total_cpu_ns(&self) -> u64 {
-        let supervised = self.lock();
-        supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
-    }
-
-    /// Like [`Self::cpu_ns`], but leaves out the present injector, too, if it's our child: RUSAGE_CHILDREN gets its
-    /// time when we reap it.
-    pub fn cpu_elsewhere_ns(&self) -> u64 {
-        let supervised = self.lock();
-        let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
-        own_ns + supervised.former_ns
+    /// Whether RUSAGE_CHILDREN gets the injectors' time once they've ended.
+    pub fn is_descendant(&self) -> bool {
+        self.lock().is_descendant
     }
 
     /// The injector's pid; 0 if there is none.
@@ -263,22 +256,15 @@ impl Supervised {
 
     /// Makes sure that there is an injector.
     fn tend(&mut self) -> Result<(), InjectError> {
-        self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
-        if self.down.is_none() {
-            if self.connection.is_usable() {
-                return Ok(());
-            }
-            let Some(child) = self.connection.end() else {
-                self.former_ns += self.connection.take_cpu_ns();
-                return self.fall("it has ended".to_owned());
-            };
-            // Once we've reaped the child, RUSAGE_CHILDREN includes its time.
-            self.former_children_ns += self.connection.take_cpu_ns();
-            self.former.push(child);
-            self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
-            return self.fall("it has ended".to_owned());
+        if self.down.is_some() {
+            return self.restart();
         }
-        self.restart()
+        if self.connection.is_usable() {
+            return Ok(());
+        }
+        self.connection.end();
+        self.former_ns += self.connection.take_cpu_ns();
+        self.fall("it has ended".to_owned())
     }
 
     /// Records a death or failed start, and starts another injector if the pause is over.
@@ -336,7 +322,7 @@ mod tests {
     #[test]
     fn an_injector_that_keeps_dying_is_given_up_after_a_while() {
         let begun = Instant::now();
-        let mut injector = Injector::keep_running(|| Command::new("true")).unwrap();
+        let mut injector = Injector::keep(|| Connection::spawn(&mut Command::new("true")), true).unwrap();
         let mut restarts = 0;
         let lost = loop {
             match injector.tend() {

@@ -28,6 +28,7 @@ mod ptrace;
 mod regs;
 mod return_frame;
 mod stack_check;
+mod starter;
 pub(crate) mod thread;
 mod tracee;
 mod trampoline;
@@ -37,6 +38,7 @@ pub(crate) mod worker;
 pub use injector::{Injector, InjectorHandle};
 pub use pagefold_procmem::image::ProgramId;
 pub use progress::held;
+pub use starter::start_injectors;
 pub use worker::serve;
 
 use engine::{AttemptOutcome, Verdict};

@@ -4,9 +4,9 @@
 //! own that does nothing else, ignores every signal that it can ignore, and is out of reach of ctrl-C. It ends when the
 //! process that started it has ended (end of file), but never while it holds a target.
 //!
-//! The process that uses the injector either starts it ([`super::injector`]) or connects to a socket, where a service
-//! manager starts one for each connection. Started by the manager, the injector stays out of the seccomp filters of a
-//! hardened service: no tracer under such a filter may suspend its targets' filters.
+//! The process that uses the injector has it started ([`super::starter`]) or connects to a socket, where a service
+//! manager starts one for each connection. Either way the injector stays out of the seccomp filters of its user and of a
+//! hardened service: no tracer under a filter may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
@@ -59,7 +59,7 @@ pub struct Reply {
 
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// `None` if we didn't start the injector.
+    /// `None` if another process has started the injector.
     child: Option<Child>,
     pid: u32,
     stream: UnixStream,
@@ -75,7 +75,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
+    pub(super) fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
         Self {
             child,
             pid,
@@ -135,18 +135,14 @@ impl Connection {
         is_open && !self.broken
     }
 
-    /// Hangs up, and returns the process if we've started it. The injector ends as soon as it holds no target.
-    pub(super) fn end(&mut self) -> Option<Child> {
+    /// Hangs up. The injector sees the end of file, and ends within a millisecond, or as soon as it has restored the
+    /// target that it holds.
+    pub(super) fn end(&self) {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
-        self.child.take()
     }
 
     pub(super) fn pid(&self) -> u32 {
         self.pid
-    }
-
-    pub(super) fn is_child(&self) -> bool {
-        self.child.is_some()
     }
 
     /// The injector's CPU time up to its last reply, nanoseconds.
@@ -257,15 +253,19 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // The injector sees the end of file, and ends within a millisecond, or as soon as it has restored the target
-        // that it holds.
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
-        let Some(child) = &mut self.child else { return };
-        for _ in 0..50 {
-            match child.try_wait() {
-                Ok(None) => std::thread::sleep(Duration::from_millis(2)),
-                _ => return,
-            }
+        self.end();
+        if let Some(child) = &mut self.child {
+            wait_briefly(child);
+        }
+    }
+}
+
+/// Waits for a process that is ending. After 100 ms we leave it: it may hold a target.
+pub(super) fn wait_briefly(child: &mut Child) {
+    for _ in 0..50 {
+        match child.try_wait() {
+            Ok(None) => std::thread::sleep(Duration::from_millis(2)),
+            _ => return,
         }
     }
 }
@@ -292,13 +292,8 @@ fn malformed(error: &serde_json::Error) -> InjectError {
 
 /// Runs the injector: replies to the requests on standard input until its end.
 pub fn serve() -> ! {
-    shield_process();
+    confine();
     pagefold_procmem::os::fault::init();
-    // We drop capabilities before we read any request. Everything above needs more of them.
-    if let Err(error) = keep_only(&INJECTING) {
-        eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
-        std::process::exit(1)
-    }
     let mut input = io::stdin().lock();
     let mut output = io::stdout().lock();
     if let Some(refusal) = refusal(&input) {
@@ -374,7 +369,16 @@ fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     (request.id, result)
 }
 
-/// Lets nothing but SIGKILL end this process.
+/// Lets nothing but SIGKILL end this process, and drops capabilities.
+pub(super) fn confine() {
+    shield_process();
+    // We drop capabilities before we read any request. Everything above needs more of them.
+    if let Err(error) = keep_only(&INJECTING) {
+        eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
+        std::process::exit(1)
+    }
+}
+
 fn shield_process() {
     const IGNORED: [i32; 10] = [
         libc::SIGINT,

@@ -148,7 +148,11 @@ enum Command {
     },
     /// Make system calls in other processes, as requested on standard input
     #[command(hide = true, name = preflight::INJECTOR)]
-    Injector,
+    Injector {
+        /// Start an injector on each socket that comes over standard input
+        #[arg(long)]
+        starter: bool,
+    },
 }
 
 /// The command line.
@@ -183,7 +187,8 @@ pub fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Complete { kind } => complete::run(kind),
-        Command::Injector => pagefold_inject::serve(),
+        Command::Injector { starter: true } => pagefold_inject::start_injectors(preflight::injector_command),
+        Command::Injector { starter: false } => pagefold_inject::serve(),
     };
     pagefold_text::program::finish("pagefold", result)
 }

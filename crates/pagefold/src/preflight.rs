@@ -18,6 +18,7 @@ use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::os::privileges::{
     Capability, PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
 };
+use pagefold_procmem::os::sandbox::forbid_calls;
 use pagefold_procmem::process::ReadError;
 use pagefold_text::exit::{self, Exit};
 use std::io::ErrorKind;
@@ -135,8 +136,8 @@ fn may_request(placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
 }
 
 /// Permanently gives up every capability except the ones for reading other processes and placing their merged pages,
-/// and those in `more`. Call this before starting any thread and before reading another process, but after starting the
-/// injector, which would inherit the loss.
+/// and those in `more`, and the system calls that we don't need. Call this before starting any thread and before
+/// reading another process, but after starting the injector, which would inherit the loss.
 pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = [&READING[..], more].concat();
@@ -147,20 +148,23 @@ pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
             complain!("merged pages stay on the memory node where ksmd leaves them: {PLACING} is missing");
         }
     }
-    keep_only(&kept).map_err(|error| refused(&error))
+    keep_only(&kept).map_err(|error| refused(&error))?;
+    if let Err(error) = forbid_calls() {
+        complain!("this process has no seccomp filter: {error}; use a kernel with CONFIG_SECCOMP_FILTER");
+    }
+    Ok(())
 }
 
 fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector. If it dies, we start it again, with only the rights that [`give_up_rights`] leaves us; those
-/// are all it needs.
+/// Starts the injector, by a process that starts it again if it dies: after [`give_up_rights`] we can't.
 pub fn injector() -> Result<Injector> {
-    Injector::keep_running(injector_command).context("cannot start the injector process")
+    Injector::keep_running(injector_command().arg("--starter")).context("cannot start the injector process")
 }
 
-fn injector_command() -> Command {
+pub fn injector_command() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg(INJECTOR);
     command

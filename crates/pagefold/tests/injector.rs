@@ -16,7 +16,7 @@ fn holders() -> [Holder; 2] {
 fn next_injector(daemon: &Daemon, former: i32) -> i32 {
     let mut found = former;
     wait_until("there is an injector", || {
-        let others = daemon.children().into_iter().find(|&pid| pid != former && state(pid) != b'Z');
+        let others = daemon.injectors().into_iter().find(|&pid| pid != former && state(pid) != b'Z');
         found = others.unwrap_or(former);
         found != former
     });

@@ -26,9 +26,10 @@ fn units() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd")
 }
 
-/// Checks that every thread of the process has exactly these capabilities, and can't get more.
+/// Checks that every thread of the process has exactly these capabilities, can't get more, and has this many seccomp
+/// filters.
 #[track_caller]
-fn assert_confined(pid: i32, kept: u64) {
+fn assert_confined(pid: i32, kept: u64, filters: u64) {
     for thread in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
         let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
         let field = |name: &str| {
@@ -39,6 +40,7 @@ fn assert_confined(pid: i32, kept: u64) {
         // The bounding set may contain capabilities that only other machines need, but no_new_privs makes them useless.
         assert_eq!(field("CapBnd:") & !(KEPT | SYS_NICE), 0, "{status}");
         assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
+        assert_eq!(field("Seccomp_filters:"), filters, "{status}");
     }
 }
 
@@ -139,9 +141,12 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     let pids = pids_of(&holders);
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_until_all_merged(&holders);
-    assert_confined(daemon.pid(), kept_by_daemon());
-    let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
-    assert_confined(injector, KEPT);
+    assert_confined(daemon.pid(), kept_by_daemon(), 1);
+    let [starter] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
+    let [injector] = daemon.injectors()[..] else { panic!("{:?}", daemon.injectors()) };
+    for pid in [starter, injector] {
+        assert_confined(pid, KEPT, 0);
+    }
     assert_undumpable_reported(&ksm.end(daemon, &pids), &holders);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
@@ -160,7 +165,7 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     let daemon =
         Daemon::on(&pids, &["--for", "300s", "--sketches", words[0], "--fleet-key", words[1], "--fleet-host", "node"]);
     wait_until("the sketches are written", || file.exists());
-    assert_confined(daemon.pid(), kept_by_daemon());
+    assert_confined(daemon.pid(), kept_by_daemon(), 1);
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
     assert!(sketches.rows.iter().any(|row| row.read_bytes > 2 * HELD && row.savable_bytes >= HELD), "{sketches:?}");
     ksm.end(daemon, &pids);
@@ -317,12 +322,11 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
     let daemon = Daemon::of(&mut command);
     wait_until_all_merged(&holders);
-    assert_confined(daemon.pid(), kept_by_daemon());
-    let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
-    assert!(status.contains("Seccomp:\t2"), "{status}");
+    // The unit's filter, and its own.
+    assert_confined(daemon.pid(), kept_by_daemon(), 2);
     assert_eq!(daemon.children(), [] as [i32; 0]);
     let [injector] = unit_socket.pids()[..] else { panic!("{:?}", unit_socket.pids()) };
-    assert_confined(injector, KEPT);
+    assert_confined(injector, KEPT, 0);
     json_of(&["status"]);
     let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);

@@ -200,8 +200,8 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
     for repair in ["doctor", "run"] {
         let daemon = Daemon::on(&pids, &[]);
         wait_for_kick();
-        let injectors = daemon.children();
-        assert_eq!(injectors.len(), 1);
+        let injectors = [daemon.children(), daemon.injectors()].concat();
+        assert_eq!(injectors.len(), 2, "one, and its starter");
         assert_eq!(daemon.kill().code, None);
         assert_intact(&mut pair);
         assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");

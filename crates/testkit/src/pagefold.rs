@@ -213,14 +213,12 @@ impl Daemon {
     }
 
     pub fn children(&self) -> Vec<i32> {
-        let pid = self.pid();
-        // Each thread has a list of its own.
-        let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-        let lists =
-            threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("children")).unwrap_or_default());
-        lists
-            .flat_map(|list| list.split_ascii_whitespace().map(|word| word.parse().unwrap()).collect::<Vec<_>>())
-            .collect()
+        children_of(self.pid())
+    }
+
+    /// The daemon's injector, started by its only child, and earlier ones that have ended.
+    pub fn injectors(&self) -> Vec<i32> {
+        self.children().into_iter().flat_map(children_of).collect()
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -278,6 +276,13 @@ impl Daemon {
         self.signal(libc::SIGKILL);
         self.end()
     }
+}
+
+fn children_of(pid: i32) -> Vec<i32> {
+    // Each thread has a list of its own.
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let lists = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("children")).unwrap_or_default());
+    lists.flat_map(|list| list.split_ascii_whitespace().map(|word| word.parse().unwrap()).collect::<Vec<_>>()).collect()
 }
 
 fn contains(file: &File, what: &str) -> bool {

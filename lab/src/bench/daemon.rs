@@ -141,7 +141,8 @@ impl Drop for Running {
     }
 }
 
-/// Measures the CPU time and memory of a daemon and its children from outside, by the kernel's counts for each process.
+/// Measures the CPU time and memory of a daemon, its children and theirs from outside, by the kernel's counts for each
+/// process.
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
@@ -158,8 +159,11 @@ struct Usage {
 impl Meter {
     /// Reads the daemon and its children. A process may have ended; we keep its last reading.
     pub fn read(&mut self) {
-        let children = children(&self.main);
-        for process in children.iter().chain([&self.main]) {
+        // The injector is a grandchild.
+        let mut processes = children(&self.main);
+        let below: Vec<Process> = processes.iter().flat_map(children).collect();
+        processes.extend(below);
+        for process in processes.iter().chain([&self.main]) {
             let usage = self.usage.entry(process.key()).or_default();
             if let Ok(ns) = process_cpu_ns(process) {
                 usage.cpu_ns = ns;

@@ -35,7 +35,7 @@ pub(super) struct KsmControl {
 /// CPU time that the injector has spent, nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InjectorCost {
-    /// The part that the kernel counts neither as our time nor as our reaped children's.
+    /// The part that the kernel counts neither as our time nor as that of our reaped children.
     pub(super) uncounted_ns: u64,
     pub(super) total_ns: u64,
 }
@@ -74,13 +74,15 @@ impl Actuator {
     }
 
     pub(super) fn injector_cost(&self) -> InjectorCost {
-        InjectorCost { uncounted_ns: self.injector.cpu_ns(), total_ns: self.injector.total_cpu_ns() }
+        let total_ns = self.injector.cpu_ns();
+        InjectorCost { uncounted_ns: total_ns, total_ns }
     }
 
-    /// The injector's cost as it will be once the injector has ended: if it's our child, its time then counts as a
-    /// reaped child's.
+    /// The injector's cost as it will be once the injector has ended: if it's our descendant, its time then counts as
+    /// that of a reaped child.
     pub(super) fn final_injector_cost(&self) -> InjectorCost {
-        InjectorCost { uncounted_ns: self.injector.cpu_elsewhere_ns(), total_ns: self.injector.total_cpu_ns() }
+        let total_ns = self.injector.cpu_ns();
+        InjectorCost { uncounted_ns: if self.injector.is_descendant() { 0 } else { total_ns }, total_ns }
     }
 
     /// Stops ksmd, ends the injector and restores KSM.

@@ -8,6 +8,7 @@ use crate::config::ownership;
 use anyhow::{Context, Result, bail};
 use pagefold_procmem::os::locked;
 use pagefold_procmem::os::peer::{Peer, is_in_group, is_trusted};
+use pagefold_procmem::os::sandbox::forbid_files;
 use pagefold_text::exit::{self, Exit};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -214,6 +215,10 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         let answer = answer.clone();
         let places = connections.clone();
         let thread = thread::Builder::new().name("control peer".into()).spawn(move || {
+            // Members of the group get the status, for which we read no files.
+            if let (false, Err(error)) = (may_change, forbid_files()) {
+                debug!(target: "control", %error, "this thread is not confined by Landlock");
+            }
             // An error only means that the connection has ended.
             let _ = converse(stream, peer.uid, |request| {
                 places.set_idle(number, None);

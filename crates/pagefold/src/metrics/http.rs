@@ -5,6 +5,7 @@
 //! replaces the oldest, so a client that sends its request immediately always gets an answer.
 
 use pagefold_host::os::sockets::{Ready, wait_for};
+use pagefold_procmem::os::sandbox::forbid_files;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -36,8 +37,12 @@ struct Connection {
     sent: usize,
 }
 
-/// Serves until the process ends. `page` makes the page, or returns an error with advice.
+/// Serves until the process ends. `page` makes the page, or returns an error with advice. This thread can open no files
+/// any more.
 pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str>, String>) {
+    if let Err(error) = forbid_files() {
+        complain!("the thread for metrics is not confined by Landlock: {error}; use a kernel with lsm=landlock");
+    }
     let mut connections: Vec<Connection> = Vec::new();
     let mut accept_again = Instant::now();
     loop {

@@ -39,6 +39,24 @@ fn assert_answer(address: SocketAddr, request: &str, begins: &str) -> String {
 }
 
 #[test]
+fn the_thread_that_serves_can_open_no_file() {
+    if let Err(error) = thread::spawn(forbid_files).join().unwrap() {
+        return pagefold_testkit::skip_unsupported(format!("Landlock: {error}"));
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        serve(&[listener], || match std::fs::File::open("/etc/passwd") {
+            Ok(_) => Ok("opened".into()),
+            Err(error) => Err(error.to_string()),
+        });
+    });
+    let denied = assert_answer(address, "GET /metrics HTTP/1.1\r\n\r\n", "503 ");
+    assert!(denied.contains("Permission denied"), "{denied}");
+}
+
+#[test]
 fn there_is_one_page() {
     let (address, made) = start(5);
     let get = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";

@@ -93,7 +93,7 @@ fn no_program_makes_pagefold_large() {
         let pids: Vec<i32> = own.iter().copied().chain(pid).collect();
         let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
         let began = Instant::now();
-        let processes = [vec![daemon.pid()], daemon.children()];
+        let processes = [vec![daemon.pid()], [daemon.children(), daemon.injectors()].concat()];
         let (mut own_most, mut status) = ([0; 2], String::new());
         for pass in 0.. {
             if pass % 40 == 0 {
