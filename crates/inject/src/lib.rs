@@ -45,6 +45,7 @@ use engine::{AttemptOutcome, Verdict};
 use pagefold_engine::host::Stops;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::stops::StopLengths;
+use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::{ATTEMPTS, Origin, REQUESTS};
 use serde::{Deserialize, Serialize};
@@ -78,6 +79,20 @@ impl Call {
     pub fn prctl(option: i32, args: [u64; 4]) -> Self {
         let [a, b, c, d] = args;
         Self { nr: libc::SYS_prctl, args: [unsigned(i64::from(option)), a, b, c, d, 0] }
+    }
+
+    /// Whether pagefold may make this call in a program: to mark or unmark memory, and to ask whether it's dumpable.
+    pub fn is_harmless(&self) -> bool {
+        let is = |value: u64, number: i32| value == unsigned(i64::from(number));
+        match (self.nr, self.args) {
+            (libc::SYS_madvise, [_, _, advice, ..]) => {
+                is(advice, libc::MADV_MERGEABLE) || is(advice, libc::MADV_UNMERGEABLE)
+            }
+            (libc::SYS_prctl, [option, 0, 0, 0, 0, 0]) => {
+                is(option, libc::PR_GET_DUMPABLE) || is(option, PR_SET_MEMORY_MERGE)
+            }
+            _ => false,
+        }
     }
 }
 

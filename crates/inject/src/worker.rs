@@ -290,8 +290,8 @@ fn malformed(error: &serde_json::Error) -> InjectError {
     InjectError::Protocol { what: error.to_string() }
 }
 
-/// Runs the injector: replies to the requests on standard input until its end.
-pub fn serve() -> ! {
+/// Runs the injector: replies to the requests on standard input until its end. Makes no call that isn't `allowed`.
+pub fn serve(allowed: fn(&Call) -> bool) -> ! {
     confine();
     pagefold_procmem::os::fault::init();
     let mut input = io::stdin().lock();
@@ -312,7 +312,7 @@ pub fn serve() -> ! {
         if line.last() != Some(&b'\n') {
             break;
         }
-        let (id, result) = answer(&line);
+        let (id, result) = answer(&line, allowed);
         if send(&mut output, &Reply::new(id, None, result)).is_err() {
             break;
         }
@@ -346,7 +346,7 @@ fn refusal(input: &impl AsFd) -> Option<String> {
     Some("only root may use this injector; run the command with sudo".to_owned())
 }
 
-fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
+fn answer(line: &[u8], allowed: fn(&Call) -> bool) -> (u64, Result<InjectionReport, InjectError>) {
     let request: Request = match serde_json::from_slice(line) {
         Ok(request) => request,
         Err(error) => return (0, Err(malformed(&error))),
@@ -354,6 +354,9 @@ fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     if request.version != VERSION {
         let what = format!("version {} of the protocol", request.version);
         return (request.id, Err(InjectError::Protocol { what }));
+    }
+    if let Some(call) = request.calls.iter().find(|call| !allowed(call)) {
+        return (request.id, Err(InjectError::Protocol { what: format!("{call:?}") }));
     }
     let result = match Process::open(request.pid) {
         Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
@@ -413,32 +416,53 @@ fn shield_process() {
 mod tests {
     use super::*;
     use pagefold_engine::stops::StopLengths;
+    use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
 
     #[test]
     fn requests_of_another_version_and_malformed_ones_get_a_reply() {
         let limits = Limits::default();
         let request =
             Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, program: None, calls: vec![], limits };
-        let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
+        let (id, result) = answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless);
         assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
         for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":4}\n"] {
-            assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
+            assert!(matches!(answer(line, Call::is_harmless), (0, Err(InjectError::Protocol { .. }))));
         }
+    }
+
+    /// A request for this process, but with another start time, as if its pid had been reused.
+    fn stale(call: Call) -> (u64, Result<InjectionReport, InjectError>) {
+        let request = Request {
+            version: VERSION,
+            id: 1,
+            pid: i32::try_from(std::process::id()).unwrap(),
+            start_time_ticks: 1,
+            program: None,
+            calls: vec![Call::madvise(0, 0, libc::MADV_MERGEABLE), call],
+            limits: Limits::default(),
+        };
+        answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless)
     }
 
     #[test]
     fn a_reused_pid_is_not_touched() {
         let pid = i32::try_from(std::process::id()).unwrap();
-        let request = Request {
-            version: VERSION,
-            id: 1,
-            pid,
-            start_time_ticks: 1,
-            program: None,
-            calls: vec![Call::madvise(0, 0, 0)],
-            limits: Limits::default(),
-        };
-        assert_eq!(answer(&serde_json::to_vec(&request).unwrap()), (1, Err(InjectError::Vanished { pid })));
+        let unmark = Call::madvise(0, 0, libc::MADV_UNMERGEABLE);
+        for call in [unmark, Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]), Call::prctl(PR_SET_MEMORY_MERGE, [0; 4])] {
+            assert_eq!(stale(call), (1, Err(InjectError::Vanished { pid })));
+        }
+    }
+
+    #[test]
+    fn no_other_calls_are_made() {
+        for call in [
+            Call::madvise(0, 4096, libc::MADV_DONTNEED),
+            Call::prctl(libc::PR_SET_DUMPABLE, [1, 0, 0, 0]),
+            Call::prctl(PR_SET_MEMORY_MERGE, [1, 0, 0, 0]),
+            Call { nr: libc::SYS_execve, args: [0; 6] },
+        ] {
+            assert!(matches!(stale(call), (1, Err(InjectError::Protocol { .. }))), "{call:?}");
+        }
     }
 
     #[test]

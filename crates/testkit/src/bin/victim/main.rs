@@ -43,10 +43,10 @@ fn main() {
     let mode = std::env::args().nth(1).expect("a mode");
     let kind = std::env::args().nth(2).unwrap_or_default();
     match mode.as_str() {
-        "worker" => pagefold_inject::serve(),
+        "worker" => pagefold_inject::serve(|_| true),
         "worker-filtered" => {
             seccomp::filter(libc::SYS_madvise, libc::SECCOMP_RET_ALLOW);
-            pagefold_inject::serve()
+            pagefold_inject::serve(|_| true)
         }
         "lease" => return lease::main(kind.as_ref()),
         "hostile" => return hostile::main(&kind),
