@@ -106,9 +106,9 @@ static char *map(size_t pages)
 	return p;
 }
 
-/* The last one: pairs that differ in the last word of the page */
-enum { PAIRS, SHUFFLED, BESIDE, IDENTICAL, ZERO, WRONG, KINDS };
-static const char *const names[KINDS] = { "pairs", "shuffled", "beside", "identical", "zero", "wrong" };
+/* The last two: pairs that differ in the last word of the page, and everywhere */
+enum { PAIRS, SHUFFLED, BESIDE, IDENTICAL, ZERO, WRONG, UNLIKE, KINDS };
+static const char *const names[KINDS] = { "pairs", "shuffled", "beside", "identical", "zero", "wrong", "unlike" };
 
 static char *a, *b, *rest;
 static uint32_t *order;
@@ -133,7 +133,7 @@ static void prepare(int kind)
 		uint64_t seed = kind == IDENTICAL ? 7 : i + 1;
 
 		fill((uint64_t *)(a + i * PAGE), seed);
-		fill((uint64_t *)(b + order[i] * PAGE), kind == WRONG ? seed + n : seed);
+		fill((uint64_t *)(b + order[i] * PAGE), kind >= WRONG ? seed + n : seed);
 		if (kind == WRONG)
 			memcpy(b + i * PAGE, a + i * PAGE, PAGE - 8);
 		if (kind == ZERO) {
@@ -274,7 +274,7 @@ int main(int argc, char **argv)
 			asked |= !strcmp(argv[i], names[kind]);
 		if (!asked)
 			continue;
-		if (kind != WRONG && kind != SHUFFLED) {
+		if (kind < WRONG && kind != SHUFFLED) {
 			prepare(kind);
 			knob("use_zero_pages", kind == ZERO ? "1" : "0");
 			madvise(a, n * PAGE, MADV_MERGEABLE);

@@ -114,6 +114,8 @@ static void drop_rmap_item(struct ksm_rmap_item *item)
 
 /* As many as a folio_batch holds */
 #define MERGE_BATCH	FOLIO_BATCH_SIZE
+/* With ptes cleared, others wait for no more comparisons than this */
+#define MERGE_LEAST	10
 /* ksm_thread_mutex is dropped after this many pages */
 #define MERGE_CHUNK	1024
 
@@ -199,6 +201,21 @@ static bool merge_page_is_zero(struct page *page)
 static bool merge_contents_equal(struct page *keep, struct page *take)
 {
 	return keep ? merge_pages_equal(keep, take) : merge_page_is_zero(take);
+}
+
+/* Most pairs that differ do so in one of these eight words, and need no pte cleared */
+static bool merge_looks_equal(struct page *keep, struct page *take)
+{
+	u64 *a = kmap_local_page(take);
+	u64 *b = kmap_local_page(keep ?: ZERO_PAGE(0));
+	u64 diff = 0;
+	int i;
+
+	for (i = 0; i < 512; i += 65)
+		diff |= READ_ONCE(a[i]) ^ READ_ONCE(b[i]);
+	kunmap_local(b);
+	kunmap_local(a);
+	return !diff;
 }
 
 /* Have as many stable nodes and rmap_items as n merges can take */
@@ -597,9 +614,11 @@ static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 			return KSM_PAGE_SHARED;
 		if (!*k_ksm_merge_across_nodes && folio_nid(keep->folio) != folio_nid(take->folio))
 			return KSM_PAGE_INELIGIBLE;
-		if (!keep->locked && !merge_trylock(ctx, keep, i))
-			return KSM_PAGE_BUSY;
 	}
+	if (!merge_looks_equal(zero ? NULL : &keep->folio->page, &take->folio->page))
+		return KSM_PAGE_DIFFERS;
+	if (!zero && !keep->locked && !merge_trylock(ctx, keep, i))
+		return KSM_PAGE_BUSY;
 	if (!merge_trylock(ctx, take, i + 1))
 		return KSM_PAGE_BUSY;
 	if (!zero && !keep->cleared && !folio_test_ksm(keep->folio))
@@ -966,6 +985,12 @@ static void merge_finish(struct merge_ctx *ctx)
 	ctx->locked = false;
 }
 
+/* Is anybody waiting for this CPU, or for one of the page tables? */
+static bool merge_awaited(struct merge_side *keep, struct merge_side *take)
+{
+	return need_resched() || spin_is_contended(keep->ptl) || spin_is_contended(take->ptl);
+}
+
 /*
  * Merge pages from the addresses of both sides on. Returns for how many pages
  * it did what can be done, 0 if it is to be called again, or an error. Only
@@ -977,7 +1002,7 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	bool one = ctx->flags & KSM_MERGE_KEEP_ONE;
 	struct merge_side *take = &ctx->take;
 	struct merge_side *keep = zero ? take : &ctx->keep;
-	unsigned int i, nr_keep = n;
+	unsigned int i, done, nr_keep = n;
 	bool flush = false, large = false;
 	u8 st;
 	int err;
@@ -1032,6 +1057,7 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	}
 	if (!merge_lock_tables(keep, take)) {
 		n = 0;
+		done = 0;
 		goto out_notify;
 	}
 
@@ -1056,9 +1082,11 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 		/* As in folio_try_share_anon_rmap_pte(): then look for pins */
 		smp_mb();
 	}
-	for (i = 0; i < n; i++) {
+	for (i = 0, done = n; i < n; i++) {
+		if (i >= MERGE_LEAST && i < done && merge_awaited(keep, take))
+			done = i;
 		if (status[i] == MERGE_PENDING)
-			status[i] = merge_pair(ctx, one ? 0 : i, i);
+			status[i] = i < done ? merge_pair(ctx, one ? 0 : i, i) : KSM_PAGE_UNTRIED;
 		merge_restore(take, i);
 		if (!zero && !one)
 			merge_restore(keep, i);
@@ -1080,7 +1108,7 @@ out_notify:
 	merge_release(&ctx->keep, nr_keep);
 	merge_store_items(ctx, take, n);
 	merge_store_items(ctx, &ctx->keep, nr_keep);
-	return n;
+	return done;
 
 split:
 	n = 1;
