@@ -216,7 +216,8 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         let places = connections.clone();
         let thread = thread::Builder::new().name("control peer".into()).spawn(move || {
             // Members of the group get the status, for which we read no files.
-            if let (false, Err(error)) = (may_change, forbid_files()) {
+            let confined = if may_change { Ok(()) } else { forbid_files() };
+            if let Err(error) = confined {
                 debug!(target: "control", %error, "this thread is not confined by Landlock");
             }
             // An error only means that the connection has ended.

@@ -15,9 +15,9 @@ const REFUSED: i32 = libc::ENOTNAM;
 fn error_of(call: libc::c_long, arguments: &[i64]) -> i32 {
     let mut all = [-1; 6];
     all[..arguments.len()].copy_from_slice(arguments);
-    let [a, b, c, d, e, f] = all;
+    let [first, second, third, fourth, fifth, sixth] = all;
     // SAFETY: no pointer among the arguments is valid, so the call reads and writes nothing of ours.
-    let answer = unsafe { libc::syscall(call, a, b, c, d, e, f) };
+    let answer = unsafe { libc::syscall(call, first, second, third, fourth, fifth, sixth) };
     if answer == -1 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
 }
 
