@@ -74,29 +74,31 @@ impl Workloads {
 
     /// Makes the planner's fleet, and moves the samples into it.
     pub fn plan_with(&mut self, rules: &Rules, limits: Limits) -> Planned {
-        let hosts = self.hosts.iter().map(|host| Host {
-            memory: Bytes(whole(host.memory as f64 * limits.memory)),
-            cpu_millicores: whole(host.cpu_millicores as f64 * limits.cpu),
-        });
-        let mut fleet = Fleet { hosts: hosts.collect(), units: Vec::new() };
+        let mut fleet = Fleet::default();
+        for host in &self.hosts {
+            let memory = Bytes(whole(host.memory as f64 * limits.memory));
+            let cpu_millicores = whole(host.cpu_millicores as f64 * limits.cpu);
+            fleet.hosts.push(Host { memory, cpu_millicores });
+        }
         let (together, mut broken) = self.together(rules);
         let mut unit_of: BTreeMap<(usize, u32), usize> = BTreeMap::new();
         let mut members: Vec<Vec<usize>> = Vec::new();
         for (number, workload) in self.workloads.iter_mut().enumerate() {
             let is_in = |group: &Group| group.contains(host_name(&self.hosts, workload.host), &workload.name);
             let group = rules.together.iter().position(is_in);
-            let bundle = group.filter(|&group| together.contains(&(group, workload.host)));
-            let unit = if let Some(&unit) = bundle.and_then(|group| unit_of.get(&(group, workload.host))) {
-                unit
-            } else {
+            let bundle = match group {
+                Some(group) if together.contains(&(group, workload.host)) => Some((group, workload.host)),
+                _ => None,
+            };
+            let next = fleet.units.len();
+            let unit = match bundle {
+                Some(bundle) => *unit_of.entry(bundle).or_insert(next),
+                None => next,
+            };
+            if unit == next {
                 fleet.units.push(Unit { host: HostId(workload.host), ..Unit::default() });
                 members.push(Vec::new());
-                let unit = fleet.units.len() - 1;
-                if let Some(group) = bundle {
-                    unit_of.insert((group, workload.host), unit);
-                }
-                unit
-            };
+            }
             let alone = workload.anonymous.saturating_sub(workload.within);
             let place = &mut fleet.units[unit];
             place.memory.0 = place.memory.0.saturating_add(alone).saturating_add(workload.take_back);
@@ -105,7 +107,11 @@ impl Workloads {
             place.workloads += 1;
             // We don't move members of a group that is on several hosts, because we don't know where they should be.
             place.pinned |= !rules.is_movable(&workload.kind, &workload.name) || group.is_some() && bundle.is_none();
-            place.apart.extend((0..).zip(&rules.apart).filter(|(_, group)| is_in(group)).map(|(number, _)| number));
+            for (number, group) in (0..).zip(&rules.apart) {
+                if is_in(group) {
+                    place.apart.push(number);
+                }
+            }
             place.samples.append(&mut workload.samples);
             members[unit].push(number);
         }
@@ -127,12 +133,11 @@ impl Workloads {
                 overlap[group] |= groups.len() > 1;
             }
         }
-        for (number, (Group { name, .. }, (hosts, overlap))) in
-            rules.together.iter().zip(hosts.iter().zip(overlap)).enumerate()
-        {
+        for (number, Group { name, .. }) in rules.together.iter().enumerate() {
+            let hosts = &hosts[number];
             match hosts.len() {
                 0 => broken.push(format!("together '{name}': no workload has such a name")),
-                1 if overlap => {
+                1 if overlap[number] => {
                     broken.push(format!(
                         "together '{name}': another such group has one of its workloads, so neither group is moved"
                     ));
@@ -161,8 +166,10 @@ impl Workloads {
                     *on.entry(host).or_default() += 1;
                 }
             }
-            for (host, members) in on.into_iter().filter(|(_, members)| *members > 1) {
-                crowded.push(format!("apart '{}': {members} of its workloads are on {host}", group.name));
+            for (host, members) in on {
+                if members > 1 {
+                    crowded.push(format!("apart '{}': {members} of its workloads are on {host}", group.name));
+                }
             }
         }
         crowded
@@ -223,11 +230,12 @@ impl Builder {
             numbers.insert(name.clone(), number);
             hosts.push(HostInfo { name, ..info });
         }
-        let mut workloads: Vec<Workload> = self
-            .workloads
-            .into_iter()
-            .filter_map(|(host, workload)| Some(Workload { host: *numbers.get(&host)?, ..workload }))
-            .collect();
+        let mut workloads = Vec::new();
+        for (host, workload) in self.workloads {
+            if let Some(&host) = numbers.get(&host) {
+                workloads.push(Workload { host, ..workload });
+            }
+        }
         if self.domains.len() > index(DOMAINS) {
             keep_domains(&mut workloads, DOMAINS);
         }
@@ -259,15 +267,17 @@ fn keep_domains(workloads: &mut [Workload], most: u32) {
             hosts.entry(sample.domain).or_default().insert(workload.host);
         }
     }
-    let mut order: Vec<(u32, usize)> = hosts.into_iter().map(|(domain, hosts)| (domain, hosts.len())).collect();
-    order.sort_by_key(|&(domain, hosts)| (std::cmp::Reverse(hosts), domain));
-    let numbers: BTreeMap<u32, u32> = order.into_iter().map(|(domain, _)| domain).zip(0..most).collect();
+    let mut order: Vec<(u32, BTreeSet<u32>)> = hosts.into_iter().collect();
+    order.sort_by_key(|(domain, hosts)| (std::cmp::Reverse(hosts.len()), *domain));
+    let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
+    for ((domain, _), number) in order.into_iter().zip(0..most) {
+        numbers.insert(domain, number);
+    }
     for workload in workloads {
         workload.samples.retain_mut(|sample| {
-            numbers.get(&sample.domain).is_some_and(|&number| {
-                sample.domain = number;
-                true
-            })
+            let Some(&number) = numbers.get(&sample.domain) else { return false };
+            sample.domain = number;
+            true
         });
     }
 }

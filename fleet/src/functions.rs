@@ -54,17 +54,19 @@ pub fn register(session: &SessionContext) {
 }
 
 fn sketch(bytes: &[u8]) -> Option<CompactThetaSketch> {
-    (bytes.len() <= SKETCH_BYTES).then(|| CompactThetaSketch::deserialize(bytes).ok()).flatten()
+    if bytes.len() <= SKETCH_BYTES { CompactThetaSketch::deserialize(bytes).ok() } else { None }
 }
 
 fn sketch_at(array: &BinaryArray, row: usize) -> Option<CompactThetaSketch> {
-    array.is_valid(row).then(|| sketch(array.value(row))).flatten()
+    if array.is_valid(row) { sketch(array.value(row)) } else { None }
 }
 
 fn size_at(array: &Int64Array, row: usize) -> Result<u8> {
     let lg = if array.is_valid(row) { array.value(row) } else { -1 };
-    let size = u8::try_from(lg).ok().filter(|_| LG_SIZES.contains(&lg));
-    size.ok_or_else(|| DataFusionError::Execution(format!("the size of a sketch is 2^4 to 2^26, not 2^{lg}")))
+    match u8::try_from(lg) {
+        Ok(size) if LG_SIZES.contains(&lg) => Ok(size),
+        _ => Err(DataFusionError::Execution(format!("the size of a sketch is 2^4 to 2^26, not 2^{lg}"))),
+    }
 }
 
 fn new_union(lg: u8) -> Result<ThetaUnion> {
@@ -73,16 +75,16 @@ fn new_union(lg: u8) -> Result<ThetaUnion> {
 
 fn length(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let array = as_binary_array(&arguments[0])?;
-    let lengths = array.iter().map(|bytes| bytes.and_then(|bytes| i64::try_from(bytes.len()).ok()));
+    let lengths = array.iter().map(|bytes| i64::try_from(bytes?.len()).ok());
     Ok(Arc::new(lengths.collect::<Int64Array>()))
 }
 
 /// SHA-2 of 256 bits as hexadecimal digits. The queries ask for no other length.
 fn sha2(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let (texts, bits) = (as_string_array(&arguments[0])?, as_int64_array(&arguments[1])?);
-    let digests = texts.iter().zip(bits).map(|(text, bits)| {
-        let text = text.filter(|_| bits == Some(256))?;
-        Some(format!("{:x}", Sha256::digest(text)))
+    let digests = texts.iter().zip(bits).map(|(text, bits)| match bits {
+        Some(256) => Some(format!("{:x}", Sha256::digest(text?))),
+        _ => None,
     });
     Ok(Arc::new(digests.collect::<StringArray>()))
 }
@@ -102,28 +104,32 @@ fn union(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let sizes = as_int64_array(&arguments[2])?;
     let mut unions = BinaryBuilder::new();
     for row in 0..a.len() {
-        let mut union = new_union(size_at(sizes, row)?)?;
-        let united = sketch_at(a, row).zip(sketch_at(b, row)).and_then(|(a, b)| {
-            union.update(&a).and_then(|()| union.update(&b)).ok()?;
-            Some(union.to_sketch(true).serialize())
-        });
-        unions.append_option(united);
+        let union = new_union(size_at(sizes, row)?)?;
+        unions.append_option(united(union, sketch_at(a, row), sketch_at(b, row)));
     }
     Ok(Arc::new(unions.finish()))
+}
+
+fn united(mut union: ThetaUnion, a: Option<CompactThetaSketch>, b: Option<CompactThetaSketch>) -> Option<Vec<u8>> {
+    union.update(&a?).ok()?;
+    union.update(&b?).ok()?;
+    Some(union.to_sketch(true).serialize())
 }
 
 fn intersection(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let (a, b) = (as_binary_array(&arguments[0])?, as_binary_array(&arguments[1])?);
     let mut intersections = BinaryBuilder::new();
     for row in 0..a.len() {
-        let common = sketch_at(a, row).zip(sketch_at(b, row)).and_then(|(a, b)| {
-            let mut both = ThetaIntersection::default();
-            both.update(&a).and_then(|()| both.update(&b)).ok()?;
-            both.to_sketch(true).map(|common| common.serialize())
-        });
-        intersections.append_option(common);
+        intersections.append_option(common(sketch_at(a, row), sketch_at(b, row)));
     }
     Ok(Arc::new(intersections.finish()))
+}
+
+fn common(a: Option<CompactThetaSketch>, b: Option<CompactThetaSketch>) -> Option<Vec<u8>> {
+    let mut both = ThetaIntersection::default();
+    both.update(&a?).ok()?;
+    both.update(&b?).ok()?;
+    Some(both.to_sketch(true)?.serialize())
 }
 
 /// The lowest hashes of a sketch. Spark has no such function: its job cuts them out of the serialized form.
@@ -151,7 +157,8 @@ struct Union {
 
 impl Union {
     fn bytes(&self) -> Option<Vec<u8>> {
-        self.union.as_ref().map(|(_, union)| union.to_sketch(true).serialize())
+        let (_, union) = self.union.as_ref()?;
+        Some(union.to_sketch(true).serialize())
     }
 }
 

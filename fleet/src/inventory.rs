@@ -123,8 +123,10 @@ impl Terms {
 
     fn too_old(&self, header: &Header) -> Option<String> {
         let age = Duration::from_micros(self.now_us.saturating_sub(header.time_us));
-        let is_old = age > self.max_age;
-        is_old.then(|| format!("is {} old: the host is gone, or writes no sketches", rounded(age)))
+        if age <= self.max_age {
+            return None;
+        }
+        Some(format!("is {} old: the host is gone, or writes no sketches", rounded(age)))
     }
 
     /// Why a file that counted before doesn't count any more: somebody may have replaced it.
@@ -142,7 +144,8 @@ fn is_called_after(file: &Url, host: &str) -> bool {
 fn most_common_key(seen: &[Seen], terms: Terms) -> Option<KeyId> {
     let mut hosts: BTreeMap<KeyId, BTreeSet<&str>> = BTreeMap::new();
     for Seen { file, header } in seen {
-        if let Some(header) = header.as_ref().ok().filter(|header| terms.no_longer(file, header).is_none()) {
+        let Ok(header) = header else { continue };
+        if terms.no_longer(file, header).is_none() {
             hosts.entry(header.key).or_default().insert(&header.host);
         }
     }
@@ -155,8 +158,10 @@ fn rounded(time: Duration) -> impl std::fmt::Display {
 
 /// A file's path if it's local, otherwise its URL. Always one line, whatever its name is.
 pub fn name(file: &Url) -> String {
-    let path = (file.scheme() == "file").then(|| file.to_file_path().ok()).flatten();
-    path.map_or_else(|| file.to_string(), |path| path.display().to_string().replace(char::is_control, "?"))
+    match file.to_file_path() {
+        Ok(path) if file.scheme() == "file" => path.display().to_string().replace(char::is_control, "?"),
+        _ => file.to_string(),
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use crate::fleet::{Planned, Workload, Workloads};
 use crate::inventory::{Inventory, LeftOut};
 use crate::report::write_left_out;
 use pagefold_engine::units::index;
-use pagefold_planner::{HostId, Plan, Saving};
+use pagefold_planner::{HostId, Move, Plan, Saving};
 use pagefold_text::style::{human, percent};
 use pagefold_text::table::Table;
 use serde::{Deserialize, Serialize};
@@ -103,31 +103,32 @@ impl Document {
         most_moves: u64,
     ) -> Self {
         let host = |host: HostId| known.hosts[index(host.0)].name.clone();
-        let members = |unit: usize| planned.members[unit].iter().map(|&member| &known.workloads[member]);
-        let step = |step: &pagefold_planner::Step| {
-            let moves = step.moves.iter().flat_map(|step| {
-                members(index(step.unit.0)).map(|workload| MoveRow {
-                    kind: workload.kind.clone(),
-                    workload: workload.name.clone(),
-                    from: host(step.from),
-                    to: host(step.to),
-                })
-            });
-            StepRow { moves: moves.collect(), saves_bytes: step.saves.saturating_mul(4096) }
-        };
-        let steps: Vec<StepRow> = plan.steps.iter().map(step).collect();
-        let touched: BTreeSet<HostId> =
-            plan.steps.iter().flat_map(|step| &step.moves).flat_map(|step| [step.from, step.to]).collect();
+        let mut steps = Vec::new();
+        let mut touched = BTreeSet::new();
+        for step in &plan.steps {
+            let mut moves = Vec::new();
+            for &Move { unit, from, to } in &step.moves {
+                touched.extend([from, to]);
+                for &member in &planned.members[index(unit.0)] {
+                    let Workload { kind, name, .. } = &known.workloads[member];
+                    moves.push(MoveRow { kind: kind.clone(), workload: name.clone(), from: host(from), to: host(to) });
+                }
+            }
+            steps.push(StepRow { moves, saves_bytes: step.saves.saturating_mul(4096) });
+        }
         let mut saved = vec![0_u64; known.hosts.len()];
         for workload in &known.workloads {
             saved[index(workload.host)] += workload.saved;
         }
-        let hosts = touched.into_iter().map(|id| HostPlan {
-            host: host(id),
-            saved_bytes: saved[index(id.0)],
-            before: before[index(id.0)].into(),
-            after: plan.hosts[index(id.0)].into(),
-        });
+        let mut hosts = Vec::new();
+        for id in touched {
+            hosts.push(HostPlan {
+                host: host(id),
+                saved_bytes: saved[index(id.0)],
+                before: before[index(id.0)].into(),
+                after: plan.hosts[index(id.0)].into(),
+            });
+        }
         Self {
             schema: SCHEMA.to_owned(),
             time_us,
@@ -138,7 +139,7 @@ impl Document {
             before: plan.before.into(),
             after: plan.after.into(),
             steps,
-            hosts: hosts.collect(),
+            hosts,
             groups: groups(known, planned, plan),
             broken_rules: planned.broken.clone(),
             left_out: inventory.left_out.clone(),
@@ -180,21 +181,22 @@ impl Document {
         let mut guests = Vec::new();
         for group in &self.groups {
             for (number, (node, members)) in group.hosts.iter().enumerate() {
-                let members: Vec<&Member> =
-                    members.iter().filter(|member| ["vm", "container"].contains(&member.kind.as_str())).collect();
-                if members.len() < 2 {
-                    continue;
+                let mut tagged = Vec::new();
+                for member in members {
+                    if ["vm", "container"].contains(&member.kind.as_str()) {
+                        tagged.push(json!({
+                            "guest": member.workload,
+                            "kind": member.kind,
+                            "from": member.from,
+                            "node": node,
+                            "migrate": member.from != *node,
+                            "tags": [format!("plb_affinity_pagefold_{}_{}", group.name, number + 1)],
+                        }));
+                    }
                 }
-                guests.extend(members.iter().map(|member| {
-                    json!({
-                        "guest": member.workload,
-                        "kind": member.kind,
-                        "from": member.from,
-                        "node": node,
-                        "migrate": member.from != *node,
-                        "tags": [format!("plb_affinity_pagefold_{}_{}", group.name, number + 1)],
-                    })
-                }));
+                if tagged.len() > 1 {
+                    guests.append(&mut tagged);
+                }
             }
         }
         json!({ "schema": "pagefold.fleet.proxmox/1", "guests": guests })
@@ -203,18 +205,22 @@ impl Document {
 
 /// The groups of like workloads, if the plan moves some of them.
 fn groups(known: &Workloads, planned: &Planned, plan: &Plan) -> Vec<Buddies> {
-    let moved: BTreeSet<u32> =
-        plan.steps.iter().flat_map(|step| &step.moves).map(|step| plan.groups[index(step.unit.0)]).collect();
+    // The hosts of each group, with its members there.
     let mut hosts: BTreeMap<u32, BTreeMap<String, Vec<Member>>> = BTreeMap::new();
-    for (unit, group) in plan.groups.iter().enumerate().filter(|(_, group)| moved.contains(group)) {
+    for step in &plan.steps {
+        for change in &step.moves {
+            hosts.entry(plan.groups[index(change.unit.0)]).or_default();
+        }
+    }
+    for (unit, group) in plan.groups.iter().enumerate() {
+        let Some(hosts) = hosts.get_mut(group) else { continue };
         let host = known.hosts[index(plan.places[unit].0)].name.clone();
-        let member = |workload: &Workload| Member {
-            kind: workload.kind.clone(),
-            workload: workload.name.clone(),
-            from: known.hosts[index(workload.host)].name.clone(),
-        };
-        let members = planned.members[unit].iter().map(|&number| member(&known.workloads[number]));
-        hosts.entry(*group).or_default().entry(host).or_default().extend(members);
+        let members = hosts.entry(host).or_default();
+        for &number in &planned.members[unit] {
+            let Workload { kind, name, host, .. } = &known.workloads[number];
+            let from = known.hosts[index(*host)].name.clone();
+            members.push(Member { kind: kind.clone(), workload: name.clone(), from });
+        }
     }
     (1..).zip(hosts.into_values()).map(|(number, hosts)| Buddies { name: format!("g{number}"), hosts }).collect()
 }

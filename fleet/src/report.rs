@@ -87,35 +87,33 @@ pub async fn hosts(engine: &Engine) -> Result<Vec<HostRow>> {
     for batch in engine.rows(queries::HOSTS).await? {
         let columns = Columns(&batch);
         let host = columns.texts("host")?;
-        let [workloads, anonymous, read, saved, within, take_back, cpu, memory, host_cpu] = [
-            "workloads",
-            "anonymous_bytes",
-            "read_bytes",
-            "saved_bytes",
-            "within_bytes",
-            "take_back_bytes",
-            "cpu_millicores",
-            "host_memory_bytes",
-            "host_cpu_millicores",
-        ]
-        .map(|name| columns.integers(name));
-        let (workloads, anonymous, read, saved, within) = (workloads?, anonymous?, read?, saved?, within?);
-        let (take_back, cpu, memory, host_cpu) = (take_back?, cpu?, memory?, host_cpu?);
-        let (across, error) = (columns.numbers("across_bytes")?, columns.numbers("across_error_bytes")?);
-        hosts.extend((0..batch.num_rows()).map(|row| HostRow {
-            host: host.value(row).to_owned(),
-            workloads: positive(workloads.value(row)),
-            anonymous_bytes: positive(anonymous.value(row)),
-            read_bytes: positive(read.value(row)),
-            saved_bytes: positive(saved.value(row)),
-            within_bytes: positive(within.value(row)),
-            across_bytes: whole(across.value(row)),
-            across_error_bytes: whole(error.value(row)),
-            take_back_bytes: positive(take_back.value(row)),
-            cpu_millicores: positive(cpu.value(row)),
-            host_memory_bytes: positive(memory.value(row)),
-            host_cpu_millicores: positive(host_cpu.value(row)),
-        }));
+        let workloads = columns.integers("workloads")?;
+        let anonymous = columns.integers("anonymous_bytes")?;
+        let read = columns.integers("read_bytes")?;
+        let saved = columns.integers("saved_bytes")?;
+        let within = columns.integers("within_bytes")?;
+        let across = columns.numbers("across_bytes")?;
+        let error = columns.numbers("across_error_bytes")?;
+        let take_back = columns.integers("take_back_bytes")?;
+        let cpu = columns.integers("cpu_millicores")?;
+        let memory = columns.integers("host_memory_bytes")?;
+        let host_cpu = columns.integers("host_cpu_millicores")?;
+        for row in 0..batch.num_rows() {
+            hosts.push(HostRow {
+                host: host.value(row).to_owned(),
+                workloads: positive(workloads.value(row)),
+                anonymous_bytes: positive(anonymous.value(row)),
+                read_bytes: positive(read.value(row)),
+                saved_bytes: positive(saved.value(row)),
+                within_bytes: positive(within.value(row)),
+                across_bytes: whole(across.value(row)),
+                across_error_bytes: whole(error.value(row)),
+                take_back_bytes: positive(take_back.value(row)),
+                cpu_millicores: positive(cpu.value(row)),
+                host_memory_bytes: positive(memory.value(row)),
+                host_cpu_millicores: positive(host_cpu.value(row)),
+            });
+        }
     }
     Ok(hosts)
 }
@@ -124,29 +122,34 @@ async fn pairs(engine: &Engine, sampled: usize, most: usize) -> Result<Vec<PairR
     let mut pairs = Vec::new();
     for batch in engine.rows(&queries::pairs(sampled, most)).await? {
         let columns = Columns(&batch);
-        let [host, kind, workload, other_host, other_kind, other_workload, domain] =
-            ["host", "kind", "workload", "other_host", "other_kind", "other_workload", "domain"]
-                .map(|name| columns.texts(name));
-        let (host, kind, workload, domain) = (host?, kind?, workload?, domain?);
-        let (other_host, other_kind, other_workload) = (other_host?, other_kind?, other_workload?);
-        let [held, other_held, common, low, high] =
-            ["held_bytes", "other_held_bytes", "common_bytes", "low_bytes", "high_bytes"]
-                .map(|name| columns.numbers(name));
-        let (held, other_held, common, low, high) = (held?, other_held?, common?, low?, high?);
-        pairs.extend((0..batch.num_rows()).map(|row| PairRow {
-            host: host.value(row).to_owned(),
-            kind: kind.value(row).to_owned(),
-            workload: workload.value(row).to_owned(),
-            other_host: other_host.value(row).to_owned(),
-            other_kind: other_kind.value(row).to_owned(),
-            other_workload: other_workload.value(row).to_owned(),
-            domain: domain.value(row).to_owned(),
-            held_bytes: whole(held.value(row)),
-            other_held_bytes: whole(other_held.value(row)),
-            common_bytes: whole(common.value(row)),
-            low_bytes: whole(low.value(row)),
-            high_bytes: whole(high.value(row)),
-        }));
+        let host = columns.texts("host")?;
+        let kind = columns.texts("kind")?;
+        let workload = columns.texts("workload")?;
+        let other_host = columns.texts("other_host")?;
+        let other_kind = columns.texts("other_kind")?;
+        let other_workload = columns.texts("other_workload")?;
+        let domain = columns.texts("domain")?;
+        let held = columns.numbers("held_bytes")?;
+        let other_held = columns.numbers("other_held_bytes")?;
+        let common = columns.numbers("common_bytes")?;
+        let low = columns.numbers("low_bytes")?;
+        let high = columns.numbers("high_bytes")?;
+        for row in 0..batch.num_rows() {
+            pairs.push(PairRow {
+                host: host.value(row).to_owned(),
+                kind: kind.value(row).to_owned(),
+                workload: workload.value(row).to_owned(),
+                other_host: other_host.value(row).to_owned(),
+                other_kind: other_kind.value(row).to_owned(),
+                other_workload: other_workload.value(row).to_owned(),
+                domain: domain.value(row).to_owned(),
+                held_bytes: whole(held.value(row)),
+                other_held_bytes: whole(other_held.value(row)),
+                common_bytes: whole(common.value(row)),
+                low_bytes: whole(low.value(row)),
+                high_bytes: whole(high.value(row)),
+            });
+        }
     }
     Ok(pairs)
 }

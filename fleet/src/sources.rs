@@ -63,7 +63,8 @@ impl Source {
         } else {
             PathBuf::from(place)
         };
-        path.canonicalize().map(Self::Local).map_err(|source| SourceError::Path { place: place.into(), source })
+        let path = path.canonicalize().map_err(|source| SourceError::Path { place: place.into(), source })?;
+        Ok(Self::Local(path))
     }
 
     fn bucket(place: &str, mut url: Url) -> Result<Self, SourceError> {
@@ -161,7 +162,9 @@ fn check_length(bytes: u64) -> Result<(), String> {
 pub async fn survey(sources: &[Source], show: impl Fn(usize, usize) + Sync) -> Result<Vec<Seen>, SourceError> {
     let mut files = Vec::new();
     for source in sources {
-        files.extend(source.files().await?.into_iter().map(|found| (source, found)));
+        for found in source.files().await? {
+            files.push((source, found));
+        }
     }
     let all = files.len();
     let looked = stream::iter(files).map(async |(source, (file, found))| {
@@ -187,13 +190,20 @@ fn list(path: &Path) -> std::io::Result<Vec<Found>> {
         match entry {
             Ok(entry) => {
                 let is_named = entry.file_name().as_encoded_bytes().ends_with(EXTENSION.as_bytes());
-                let file = (entry.file_type().is_file() && is_named).then(|| Url::from_file_path(entry.path()).ok());
-                files.extend(file.flatten().map(|file| (file, Ok(()))));
+                if let Ok(file) = Url::from_file_path(entry.path())
+                    && entry.file_type().is_file()
+                    && is_named
+                {
+                    files.push((file, Ok(())));
+                }
             }
             Err(error) if error.depth() == 0 => return Err(error.into()),
             Err(error) => {
-                let file = error.path().and_then(|path| Url::from_file_path(path).ok());
-                files.extend(file.map(|file| (file, Err(format!("cannot be listed: {}", one_line(&error))))));
+                if let Some(path) = error.path()
+                    && let Ok(file) = Url::from_file_path(path)
+                {
+                    files.push((file, Err(format!("cannot be listed: {}", one_line(&error)))));
+                }
             }
         }
     }

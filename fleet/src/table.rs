@@ -39,19 +39,18 @@ impl Lost {
 /// Makes the table. Queries add the files that they cannot read to `lost`.
 pub fn table(sources: &[Source], inventory: &Inventory, lost: &Lost) -> Result<StreamingTable> {
     let schema = Arc::new(schema());
-    let source_of = |file: &Url| sources.iter().find(|source| source.has(file)).cloned();
-    let files: Vec<File> = inventory
-        .chosen
-        .iter()
-        .filter_map(|(url, header)| {
-            Some(File { source: source_of(url)?, url: url.clone(), host: header.host.clone(), terms: inventory.terms })
-        })
-        .collect();
-    let parts = files.chunks(files.len().div_ceil(AT_A_TIME).max(1)).map(|files| {
-        let part = Part { schema: schema.clone(), files: files.into(), lost: lost.clone() };
-        Arc::new(part) as Arc<dyn PartitionStream>
-    });
-    StreamingTable::try_new(schema.clone(), parts.collect())
+    let mut files = Vec::new();
+    for (url, header) in &inventory.chosen {
+        if let Some(source) = sources.iter().find(|source| source.has(url)) {
+            let (source, url, host) = (source.clone(), url.clone(), header.host.clone());
+            files.push(File { source, url, host, terms: inventory.terms });
+        }
+    }
+    let mut parts: Vec<Arc<dyn PartitionStream>> = Vec::new();
+    for files in files.chunks(files.len().div_ceil(AT_A_TIME).max(1)) {
+        parts.push(Arc::new(Part { schema: schema.clone(), files: files.into(), lost: lost.clone() }));
+    }
+    StreamingTable::try_new(schema, parts)
 }
 
 #[derive(Clone, Debug)]
@@ -92,10 +91,13 @@ impl PartitionStream for Part {
             let (files, lost) = (files.clone(), lost.clone());
             async move {
                 let file = &files[at];
-                file.rows().await.unwrap_or_else(|why| {
-                    lost.add(&file.url, &file.host, why);
-                    Vec::new()
-                })
+                match file.rows().await {
+                    Ok(rows) => rows,
+                    Err(why) => {
+                        lost.add(&file.url, &file.host, why);
+                        Vec::new()
+                    }
+                }
             }
         });
         let batches = rows.flat_map(move |rows| stream::iter(batches(schema.clone(), rows)));
@@ -104,13 +106,16 @@ impl PartitionStream for Part {
 }
 
 fn schema() -> Schema {
-    let texts = TEXTS.iter().map(|(name, _)| Field::new(*name, DataType::Utf8, false));
-    let numbers = NUMBERS.iter().map(|(name, ..)| {
+    let mut fields = Vec::new();
+    for (name, _) in TEXTS {
+        fields.push(Field::new(name, DataType::Utf8, false));
+    }
+    for (name, ..) in NUMBERS {
         let time = DataType::Timestamp(TimeUnit::Microsecond, Some("UTC".into()));
-        Field::new(*name, if is_time(name) { time } else { DataType::Int64 }, false)
-    });
-    let sketch = Field::new("sketch", DataType::Binary, false);
-    Schema::new(texts.chain(numbers).chain([sketch]).collect::<Vec<_>>())
+        fields.push(Field::new(name, if is_time(name) { time } else { DataType::Int64 }, false));
+    }
+    fields.push(Field::new("sketch", DataType::Binary, false));
+    Schema::new(fields)
 }
 
 fn batches(schema: SchemaRef, rows: Vec<Row>) -> impl Iterator<Item = Result<RecordBatch>> {
@@ -119,17 +124,20 @@ fn batches(schema: SchemaRef, rows: Vec<Row>) -> impl Iterator<Item = Result<Rec
 }
 
 fn batch(schema: &SchemaRef, rows: &[Row]) -> Result<RecordBatch> {
-    let texts =
-        TEXTS.iter().map(|(_, text)| Arc::new(StringArray::from_iter_values(rows.iter().map(text))) as ArrayRef);
-    let numbers = NUMBERS.iter().map(|(name, number, _)| {
+    let mut columns: Vec<ArrayRef> = Vec::new();
+    for (_, text) in TEXTS {
+        columns.push(Arc::new(StringArray::from_iter_values(rows.iter().map(text))));
+    }
+    for (name, number, _) in NUMBERS {
         // Numbers in a file are never larger.
         let numbers = rows.iter().map(|row| i64::try_from(number(row)).unwrap_or(i64::MAX));
         if is_time(name) {
-            Arc::new(TimestampMicrosecondArray::from_iter_values(numbers).with_timezone("UTC")) as ArrayRef
+            let times = TimestampMicrosecondArray::from_iter_values(numbers).with_timezone("UTC");
+            columns.push(Arc::new(times));
         } else {
-            Arc::new(Int64Array::from_iter_values(numbers))
+            columns.push(Arc::new(Int64Array::from_iter_values(numbers)));
         }
-    });
-    let sketches = Arc::new(BinaryArray::from_iter_values(rows.iter().map(|row| row.sketch.to_bytes())));
-    Ok(RecordBatch::try_new(schema.clone(), texts.chain(numbers).chain([sketches as ArrayRef]).collect())?)
+    }
+    columns.push(Arc::new(BinaryArray::from_iter_values(rows.iter().map(|row| row.sketch.to_bytes()))));
+    Ok(RecordBatch::try_new(schema.clone(), columns)?)
 }

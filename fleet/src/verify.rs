@@ -49,25 +49,31 @@ impl Verification {
         }
         // Where each workload's last move takes it. A workload with the same name on another host is a different one.
         let mut wanted: BTreeSet<(&str, &str, &str)> = BTreeSet::new();
-        for MoveRow { kind, workload, from, to } in plan.steps.iter().flat_map(|step| &step.moves) {
-            wanted.remove(&(from, kind, workload));
-            wanted.insert((to, kind, workload));
+        for step in &plan.steps {
+            for MoveRow { kind, workload, from, to } in &step.moves {
+                wanted.remove(&(from, kind, workload));
+                wanted.insert((to, kind, workload));
+            }
         }
-        let on = |kind, workload| place.get(&(kind, workload)).map_or(&[][..], Vec::as_slice);
-        let hosts = plan.hosts.iter().map(|host| HostPromise {
-            host: host.host.clone(),
-            before_bytes: host.saved_bytes,
-            promised_bytes: host.saved_bytes.saturating_add(host.after.bytes).saturating_sub(host.before.bytes),
-            saved_bytes: saved.get(host.host.as_str()).copied(),
-        });
-        Self {
-            schema: SCHEMA,
-            moves: count(wanted.len()),
-            made: count(wanted.iter().filter(|(to, kind, workload)| on(kind, workload).contains(to)).count()),
-            gone: count(wanted.iter().filter(|(_, kind, workload)| on(kind, workload).is_empty()).count()),
-            hosts: hosts.collect(),
-            left_out: inventory.left_out.clone(),
+        let mut made = 0;
+        let mut gone = 0;
+        for &(to, kind, workload) in &wanted {
+            match place.get(&(kind, workload)) {
+                Some(hosts) => made += u64::from(hosts.contains(&to)),
+                None => gone += 1,
+            }
         }
+        let mut hosts = Vec::new();
+        for host in &plan.hosts {
+            hosts.push(HostPromise {
+                host: host.host.clone(),
+                before_bytes: host.saved_bytes,
+                promised_bytes: host.saved_bytes.saturating_add(host.after.bytes).saturating_sub(host.before.bytes),
+                saved_bytes: saved.get(host.host.as_str()).copied(),
+            });
+        }
+        let left_out = inventory.left_out.clone();
+        Self { schema: SCHEMA, moves: count(wanted.len()), made, gone, hosts, left_out }
     }
 }
 
@@ -75,27 +81,30 @@ impl fmt::Display for Verification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table =
             Table::new(["HOST", "SAVED THEN", "PROMISED", "SAVED NOW", "OF THE PROMISE"], |column| column > 0);
+        let mut known = 0;
+        let mut promised = 0_u64;
+        let mut saved = 0_u64;
         for host in &self.hosts {
-            table.add_row([
-                host.host.clone(),
-                human(host.before_bytes),
-                human(host.promised_bytes),
-                host.saved_bytes.map_or_else(|| "unknown".to_owned(), human),
-                host.saved_bytes.map_or_else(String::new, |saved| percent(saved as f64, host.promised_bytes as f64)),
-            ]);
+            let mut saved_now = "unknown".to_owned();
+            let mut share = String::new();
+            if let Some(bytes) = host.saved_bytes {
+                saved_now = human(bytes);
+                share = percent(bytes as f64, host.promised_bytes as f64);
+                known += 1;
+                // The plan comes from a file, so it may promise anything.
+                promised = promised.saturating_add(host.promised_bytes);
+                saved = saved.saturating_add(bytes);
+            }
+            table.add_row([host.host.clone(), human(host.before_bytes), human(host.promised_bytes), saved_now, share]);
         }
         writeln!(f, "{table}\n")?;
-        let known = || self.hosts.iter().filter_map(|host| Some((host, host.saved_bytes?)));
-        // The plan comes from a file, so it may promise anything.
-        let promised = known().fold(0, |sum: u64, (host, _)| sum.saturating_add(host.promised_bytes));
-        let saved = known().fold(0, |sum: u64, (_, saved)| sum.saturating_add(saved));
         writeln!(
             f,
             "{} of {} moves were made ({} workloads are gone); {} hosts with sketches save {} of the {} promised ({})",
             self.made,
             self.moves,
             self.gone,
-            known().count(),
+            known,
             human(saved),
             human(promised),
             percent(saved as f64, promised as f64),

@@ -199,7 +199,10 @@ fn key(digest: u64, domain: u32) -> u64 {
 
 /// The keys that at least two units hold, ascending.
 fn shared_keys(fleet: &Fleet) -> Vec<u64> {
-    let all = fleet.units.iter().flat_map(|unit| &unit.samples).map(|sample| sample.digests.len()).sum();
+    let mut all = 0;
+    for unit in &fleet.units {
+        all += unit.samples.iter().map(|sample| sample.digests.len()).sum::<usize>();
+    }
     let mut keys = Vec::with_capacity(all);
     let mut of_unit = Vec::new();
     for unit in &fleet.units {
@@ -210,8 +213,12 @@ fn shared_keys(fleet: &Fleet) -> Vec<u64> {
         keys.append(&mut of_unit);
     }
     keys.sort_unstable();
-    let mut shared: Vec<u64> =
-        keys.chunk_by(|a, b| a == b).filter(|equal| equal.len() > 1).map(|equal| equal[0]).collect();
+    let mut shared = Vec::new();
+    for equal in keys.chunk_by(|a, b| a == b) {
+        if equal.len() > 1 {
+            shared.push(equal[0]);
+        }
+    }
     // Numbers have 32 bits. No fleet that fits into memory has more contents.
     shared.truncate(index(u32::MAX));
     shared

@@ -30,7 +30,10 @@ pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(UnitId) -> Vec
     let most = most_look_ups(placement);
     for _ in 0..PASSES {
         let before = placement.saved();
-        for unit in fleet.unit_ids().filter(|&unit| !fleet.unit(unit).pinned) {
+        for unit in fleet.unit_ids() {
+            if fleet.unit(unit).pinned {
+                continue;
+            }
             if placement.looked_up() > most {
                 return;
             }

@@ -23,8 +23,12 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
     let mut known: FxHashMap<u32, [u32; GROUPS_PER_CLASS]> = FxHashMap::default();
     for unit in units {
         let lowest = lowest_of_classes(contents.of_unit(unit));
-        let mut near: Vec<u32> =
-            lowest.iter().flat_map(|content| known.get(content).into_iter().flatten()).copied().collect();
+        let mut near: Vec<u32> = Vec::new();
+        for content in &lowest {
+            if let Some(kept) = known.get(content) {
+                near.extend(kept);
+            }
+        }
         near.retain(|&group| group != u32::MAX);
         near.sort_unstable();
         near.dedup();

@@ -210,11 +210,14 @@ impl<'a> Walk<'a> {
         // Each host's memory and saved pages before the step.
         let mut hosts: BTreeMap<HostId, (Bytes, Pages)> = BTreeMap::new();
         for &(unit, to) in places {
-            for host in [Some(to), self.now.host_of(unit)].into_iter().flatten() {
+            for host in std::iter::once(to).chain(self.now.host_of(unit)) {
                 hosts.insert(host, (self.now.memory(host), self.now.saved_on(host)));
             }
         }
-        let moves: Vec<Move> = places.iter().map(|&(unit, to)| self.shift(unit, to)).collect();
+        let mut moves = Vec::new();
+        for &(unit, to) in places {
+            moves.push(self.shift(unit, to));
+        }
         let mut saves = 0;
         for (host, (memory, saved)) in hosts {
             if self.now.memory(host) > self.now.fleet().host(host).memory.max(memory) {
@@ -255,11 +258,14 @@ impl<'a> Walk<'a> {
 /// How many pages we finally save if these units leave their host together: the pages that they share where they go,
 /// minus those that they share where they are.
 fn value(units: &[UnitId], target: &Placement<'_>, now: &mut Placement<'_>) -> i64 {
-    let gain: u64 = units.iter().map(|&unit| target.loss(unit)).sum();
+    let mut gain = 0;
     let mut loss = 0;
     let mut from = Vec::new();
     for &unit in units {
-        from.extend(now.host_of(unit).map(|host| (unit, host)));
+        gain += target.loss(unit);
+        if let Some(host) = now.host_of(unit) {
+            from.push((unit, host));
+        }
         loss += now.remove(unit);
     }
     for (unit, host) in from {

@@ -207,8 +207,13 @@ impl<'a> Placement<'a> {
         let level = self.contents.level(unit);
         self.look_up(self.contents.of_unit(unit).len());
         let held = &self.hosts[host.index()].contents;
-        let shared = self.contents.of_unit(unit).iter().filter_map(|content| held.get(content));
-        shared.map(|holders| pages(holders.level.max(level))).sum()
+        let mut gain = 0;
+        for content in self.contents.of_unit(unit) {
+            if let Some(holders) = held.get(content) {
+                gain += pages(holders.level.max(level));
+            }
+        }
+        gain
     }
 
     /// Pages that a unit shares with the others on its host.

@@ -34,8 +34,10 @@ const STAYS: u64 = 16;
 /// whose pinned units exceed them. Units that fit nowhere stay where they are, whatever the limits.
 pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId>]) -> Placement<'a> {
     let mut builder = Builder::new(fleet, contents);
-    for unit in fleet.unit_ids().filter(|&unit| fleet.unit(unit).pinned) {
-        builder.add(unit, fleet.unit(unit).host);
+    for unit in fleet.unit_ids() {
+        if fleet.unit(unit).pinned {
+            builder.add(unit, fleet.unit(unit).host);
+        }
     }
     let mut order: Vec<&Vec<UnitId>> = groups.iter().collect();
     order.sort_by_key(|group| Reverse(count(group.len()) * contents.pages(group[0])));
@@ -62,18 +64,26 @@ fn is_known(content: u32, one_in: u64) -> bool {
 
 /// The hosts that hold most of these contents, as far as we remember hosts.
 fn holders_of(holders: &Holders, one_in: u64, held: &[u32]) -> Vec<HostId> {
-    let known = held.iter().filter(|&&content| is_known(content, one_in)).filter_map(|content| holders.get(content));
     let mut votes: BTreeMap<u32, u32> = BTreeMap::new();
-    for (hosts, _) in known.take(LOOK_UPS) {
+    let mut found = 0;
+    for &content in held {
+        if found == LOOK_UPS {
+            break;
+        }
+        if !is_known(content, one_in) {
+            continue;
+        }
+        let Some((hosts, _)) = holders.get(&content) else { continue };
+        found += 1;
         for host in hosts {
             *votes.entry(*host).or_default() += 1;
         }
     }
     votes.remove(&u32::MAX);
-    let mut hosts: Vec<(Reverse<u32>, Reverse<u32>)> =
-        votes.into_iter().map(|(host, votes)| (Reverse(votes), Reverse(host))).collect();
-    hosts.sort_unstable();
-    hosts.into_iter().take(CANDIDATES).map(|(_, Reverse(host))| HostId(host)).collect()
+    let mut hosts: Vec<(u32, u32)> = votes.into_iter().collect();
+    hosts.sort_unstable_by_key(|&(host, votes)| Reverse((votes, host)));
+    hosts.truncate(CANDIDATES);
+    hosts.into_iter().map(|(host, _)| HostId(host)).collect()
 }
 
 struct Builder<'a> {
@@ -118,8 +128,10 @@ impl<'a> Builder<'a> {
         let fleet = self.fleet;
         // Members that are on a host now, by host.
         let mut on: BTreeMap<HostId, Vec<UnitId>> = BTreeMap::new();
-        for &unit in group.iter().filter(|&&unit| !fleet.unit(unit).pinned) {
-            on.entry(fleet.unit(unit).host).or_default().push(unit);
+        for &unit in group {
+            if !fleet.unit(unit).pinned {
+                on.entry(fleet.unit(unit).host).or_default().push(unit);
+            }
         }
         let mut left: usize = on.values().map(Vec::len).sum();
         while left > 0 {
@@ -199,7 +211,8 @@ impl<'a> Builder<'a> {
                 best = best.max(Some((score, Reverse(host), fitting)));
             }
         }
-        best.map(|(_, Reverse(host), fitting)| (host, fitting))
+        let (_, Reverse(host), fitting) = best?;
+        Some((host, fitting))
     }
 
     /// How many members fit on a host, if all are like the first one.
