@@ -245,10 +245,13 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
         let guests = &self.guests;
         let owner = self.owner_keys.take(|key| guests.values().any(|guest| guest.owner.0 == key));
-        let trust = self.trusts.iter().position(|trust| *trust == known.trust).unwrap_or_else(|| {
-            self.trusts.push(known.trust.clone());
-            self.trusts.len() - 1
-        });
+        let trust = match self.trusts.iter().position(|trust| *trust == known.trust) {
+            Some(number) => number,
+            None => {
+                self.trusts.push(known.trust.clone());
+                self.trusts.len() - 1
+            }
+        };
         Guest {
             owner: OwnerKey(owner),
             left_alone: refused,
@@ -266,10 +269,10 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
     /// Finds the ranges of a guest's memory, if it's new or its memory has changed.
     fn find_ranges(&mut self, id: DomainId) {
         let now_ns = self.clock.now_ns();
-        let Some(guest) = self.guests.get_mut(&id).filter(|guest| guest.left_alone.is_none()) else { return };
+        let Some(guest) = self.guests.get_mut(&id) else { return };
         let has = guest.known.domain.own + guest.known.domain.shared;
-        let is_known = guest.ranged.is_some_and(|(had, from_ns)| had == has || now_ns < from_ns);
-        if is_known {
+        let is_known = matches!(guest.ranged, Some((had, from_ns)) if had == has || now_ns < from_ns);
+        if is_known || guest.left_alone.is_some() {
             return;
         }
         // If this fails, the guest has ended. The next look at the list finds that out.
@@ -279,10 +282,10 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         guest.ranged = Some((has, now_ns.saturating_add(pause_ns)));
         let before = std::mem::take(&mut guest.regions);
         for range in found {
-            let key = before.iter().find(|(_, old)| old.first == range.first).map(|&(key, _)| key);
-            let owners = &self.owners;
-            let key =
-                key.unwrap_or_else(|| RegionKey(self.region_keys.take(|key| owners.contains_key(&RegionKey(key)))));
+            let key = match before.iter().find(|(_, old)| old.first == range.first) {
+                Some(&(key, _)) => key,
+                None => RegionKey(self.region_keys.take(|key| self.owners.contains_key(&RegionKey(key)))),
+            };
             self.owners.insert(key, id);
             guest.regions.push((key, range));
         }
@@ -356,7 +359,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         let domain = *self.owners.get(&region)?;
         let (_, range) = self.guests.get(&domain)?.regions.iter().find(|(key, _)| *key == region)?;
         let is_within = range.first.0 <= page.0 && page.0 < range.first.0 + range.pages.0;
-        is_within.then_some(GuestPage { domain, frame: Gfn(page.0) })
+        if is_within { Some(GuestPage { domain, frame: Gfn(page.0) }) } else { None }
     }
 
     fn trust_of(&self, domain: DomainId) -> Option<DomainKey> {
@@ -490,8 +493,14 @@ impl<H: Hypervisor, C: Clock> Host for XenHost<H, C> {
         let mut samples = Samples::default();
         for runs in plan.runs.chunk_by(|a, b| a.region == b.region) {
             let region = runs[0].region;
-            let frames = runs.iter().flat_map(|run| run.first.0..run.first.0 + u64::from(run.pages)).map(Gfn);
-            let frames: Vec<Gfn> = frames.filter(|frame| self.page(region, Vpn(frame.0)).is_some()).collect();
+            let mut frames = Vec::new();
+            for run in runs {
+                for page in run.first.0..run.first.0 + u64::from(run.pages) {
+                    if self.page(region, Vpn(page)).is_some() {
+                        frames.push(Gfn(page));
+                    }
+                }
+            }
             for frames in frames.chunks(READ_PAGES) {
                 self.read_pages(region, frames, &digester, &mut samples.pages);
             }

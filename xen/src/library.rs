@@ -233,8 +233,12 @@ impl Xen {
                 // SAFETY: the handles were opened above, and nothing uses them again.
                 unsafe {
                     (control.xc_interface_close)(hypervisor);
-                    mappings.as_ref().map(|&mappings| (memory.xenforeignmemory_close)(mappings)).ok();
-                    database.as_ref().map(|&database| (store.xs_close)(database)).ok();
+                    if let Ok(mappings) = &mappings {
+                        (memory.xenforeignmemory_close)(*mappings);
+                    }
+                    if let Ok(database) = &database {
+                        (store.xs_close)(*database);
+                    }
                 }
                 Err(mappings
                     .and(database)
@@ -312,7 +316,7 @@ impl Xen {
         for (at, &failed) in errors.iter().enumerate() {
             // SAFETY: the mapping has a page for each frame.
             let address = unsafe { mapped.cast::<u8>().cast_const().add(at * PAGE_SIZE) };
-            each(at, (failed == 0).then_some(address));
+            each(at, if failed == 0 { Some(address) } else { None });
         }
         // SAFETY: we mapped it above with as many pages, and no address of it is left.
         if unsafe { (self.memory.xenforeignmemory_unmap)(self.mappings, mapped, numbers.len()) } != 0 {

@@ -171,23 +171,31 @@ impl Model {
         if !self.names.contains_key(&page.domain) {
             return Err(CallError::Ended);
         }
-        self.pages.get(&page).map(|(number, _)| &self.frames[number]).ok_or(CallError::Unfit)
+        let (number, _) = self.pages.get(&page).ok_or(CallError::Unfit)?;
+        Ok(&self.frames[number])
     }
 }
 
 impl Hypervisor for Model {
     fn domains(&mut self) -> Result<Vec<Domain>, CallError> {
         self.next();
-        let of = |id: DomainId| {
-            let own: Vec<_> = self.pages.iter().filter(|(page, _)| page.domain == id).collect();
-            let shared = own.iter().filter(|(_, (number, _))| self.frames[number].handle.is_some()).count() as u64;
-            let own = own.len() as u64 - shared;
+        let mut domains = Vec::new();
+        for &id in self.names.keys() {
+            let mut own = Pages(0);
+            let mut shared = Pages(0);
+            for (page, (number, _)) in &self.pages {
+                if page.domain != id {
+                    continue;
+                }
+                let pages = if self.frames[number].handle.is_some() { &mut shared } else { &mut own };
+                pages.0 += 1;
+            }
             let uuid = [u8::try_from(id.0).unwrap(); 16];
-            let (own, shared, most) = (Pages(own), Pages(shared), Pages(own + shared));
+            let most = own + shared;
             let lacking = Pages(u64::from(self.lacking.contains(&id)));
-            Domain { id, uuid, ended: false, hvm: true, hap: true, own, most, shared, lacking, vcpus: 1 }
-        };
-        Ok(self.names.keys().map(|&id| of(id)).collect())
+            domains.push(Domain { id, uuid, ended: false, hvm: true, hap: true, own, most, shared, lacking, vcpus: 1 });
+        }
+        Ok(domains)
     }
 
     fn name(&mut self, domain: DomainId) -> Option<String> {
@@ -212,8 +220,8 @@ impl Hypervisor for Model {
 
     fn last_frame(&mut self, domain: DomainId) -> Result<Gfn, CallError> {
         self.next();
-        let last = self.pages.keys().filter(|page| page.domain == domain).map(|page| page.frame).max();
-        last.ok_or(CallError::Ended)
+        let last = self.pages.keys().rfind(|page| page.domain == domain).ok_or(CallError::Ended)?;
+        Ok(last.frame)
     }
 
     fn populated(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
@@ -230,8 +238,10 @@ impl Hypervisor for Model {
         }
         for (at, &frame) in frames.iter().enumerate() {
             self.mappings += 1;
-            let content = self.frame(GuestPage { domain, frame }).map(|frame| frame.content);
-            see(at, content.ok().map(|content| [content; 4096]).as_ref());
+            match self.frame(GuestPage { domain, frame }) {
+                Ok(frame) => see(at, Some(&[frame.content; 4096])),
+                Err(_) => see(at, None),
+            }
             self.next();
         }
         Ok(())
@@ -239,11 +249,12 @@ impl Hypervisor for Model {
 
     fn unshare(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
         self.next();
-        let own = frames.iter().map(|&frame| {
+        let mut own = Vec::new();
+        for &frame in frames {
             let page = GuestPage { domain, frame };
-            self.pages.contains_key(&page) && self.make_own(page)
-        });
-        Ok(own.collect())
+            own.push(self.pages.contains_key(&page) && self.make_own(page));
+        }
+        Ok(own)
     }
 
     fn sharers(&mut self, page: GuestPage) -> Result<Option<u32>, CallError> {

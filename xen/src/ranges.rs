@@ -40,29 +40,43 @@ pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -
     let end = end(hypervisor, domain, most)?;
     let mut found = Found::default();
     let mut next = 0;
-    let mut before = None;
+    let mut before: Option<(u64, bool)> = None;
     while next < end && found.ranges.len() < RANGES_MOST {
         let asked = (0..ASKED).map(|number| next + number * STEP).take_while(|&frame| frame < end);
         let asked: Vec<u64> = asked.collect();
         for (frame, is) in ask(hypervisor, domain, &asked)? {
-            if let Some((last, was)) = before.filter(|&(_, was)| was != is) {
-                let between: Vec<u64> = (last + 1..frame).collect();
-                let edge = ask(hypervisor, domain, &between)?.into_iter().find(|&(_, now)| now != was);
-                found.change(edge.map_or(frame, |(edge, _)| edge), is);
-            } else if before.is_none() {
-                found.change(frame, is);
+            match before {
+                Some((last, was)) if was != is => found.change(edge(hypervisor, domain, last + 1..frame, was)?, is),
+                Some(_) => {}
+                None => found.change(frame, is),
             }
             before = Some((frame, is));
         }
         next += ASKED * STEP;
     }
     // Some frames come after the last one that we asked about.
-    if let Some((last, true)) = before.filter(|_| next >= end) {
-        let behind: Vec<u64> = (last + 1..end).collect();
-        let edge = ask(hypervisor, domain, &behind)?.into_iter().find(|&(_, is)| !is);
-        found.change(edge.map_or(end, |(edge, _)| edge), false);
+    match before {
+        Some((last, true)) if next >= end => found.change(edge(hypervisor, domain, last + 1..end, true)?, false),
+        _ => {}
     }
     Ok(found.ranges)
+}
+
+/// The first of these frames that isn't populated if the one before them is (`before`), or the other way round. If
+/// there's none, the end.
+fn edge(
+    hypervisor: &mut impl Hypervisor,
+    domain: DomainId,
+    frames: std::ops::Range<u64>,
+    before: bool,
+) -> Result<u64, CallError> {
+    let asked: Vec<u64> = frames.clone().collect();
+    for (frame, is) in ask(hypervisor, domain, &asked)? {
+        if is != before {
+            return Ok(frame);
+        }
+    }
+    Ok(frames.end)
 }
 
 /// Asks which of these frames are populated.

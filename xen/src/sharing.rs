@@ -107,8 +107,11 @@ impl Sharer {
         self.frames.retain(|_, frame| match frame {
             Frame::Single(page) => page.domain != domain,
             Frame::Source(sharers) => {
-                let ended = sharers.known.iter_mut().filter(|(known, _)| *known == domain);
-                ended.for_each(|(_, page)| *page = None);
+                for (known, page) in &mut sharers.known {
+                    if *known == domain {
+                        *page = None;
+                    }
+                }
                 sharers.known.iter().any(|(_, page)| page.is_some())
             }
         });
@@ -246,7 +249,7 @@ impl Sharer {
             let contents = &mut self.contents;
             let mut present = FxHashSet::default();
             contents.resize(frames.len(), [0; size_of::<PageBytes>()]);
-            let read = hypervisor.read(sources, &frames, &mut |at, bytes| {
+            let mut read = hypervisor.read(sources, &frames, &mut |at, bytes| {
                 if let (Some(bytes), Some(slot)) = (bytes, contents.get_mut(at)) {
                     slot.copy_from_slice(bytes);
                     present.insert(at);
@@ -254,17 +257,16 @@ impl Sharer {
             });
             let others: Vec<Gfn> = pairs.iter().map(|pair| pair.client).collect();
             let mut found = Vec::new();
-            let read = read.and_then(|()| {
-                hypervisor.read(clients, &others, &mut |at, bytes| {
+            if read.is_ok() {
+                read = hypervisor.read(clients, &others, &mut |at, bytes| {
                     let place = pairs.get(at).and_then(|pair| frames.binary_search(&pair.source).ok());
-                    let place = place.filter(|place| present.contains(place));
                     found.push(match (bytes, place) {
-                        (Some(bytes), Some(place)) if contents[place] == *bytes => None,
-                        (Some(_), Some(_)) => Some(Merging::Differs),
+                        (Some(bytes), Some(place)) if present.contains(&place) && contents[place] == *bytes => None,
+                        (Some(_), Some(place)) if present.contains(&place) => Some(Merging::Differs),
                         _ => Some(Merging::Absent),
                     });
-                })
-            });
+                });
+            }
             let failed = read.err().map(|error| outcome(&error));
             for (at, pair) in pairs.iter().enumerate() {
                 match (failed, found.get(at)) {
@@ -308,17 +310,21 @@ impl Sharer {
     /// Records that a page no longer has the frame that we knew it for.
     fn lose(&mut self, lost: Nominated) {
         if let Some(Frame::Source(sharers)) = self.frames.get_mut(&lost.handle) {
-            let lost = sharers.known.iter_mut().filter(|(_, page)| *page == Some(lost.page));
-            lost.for_each(|(_, page)| *page = None);
+            for (_, page) in &mut sharers.known {
+                if *page == Some(lost.page) {
+                    *page = None;
+                }
+            }
         }
     }
 
     /// Chooses source and client so that sharing is safe however else the frames are shared. If possible, the page to
     /// keep is the source.
     fn roles(&self, take: Nominated, keep: Nominated) -> Option<(Nominated, Nominated)> {
-        [(keep, take), (take, keep)]
-            .into_iter()
-            .find_map(|(source, client)| Some((self.source(source, client)?, client)))
+        match self.source(keep, take) {
+            Some(source) => Some((source, take)),
+            None => Some((self.source(take, keep)?, keep)),
+        }
     }
 
     /// Finds the page to name as the source, if we can share `client` with the frame of `source`.

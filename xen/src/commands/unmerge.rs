@@ -43,7 +43,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         let failed = match unshare(&mut xen, &guest.domain, keep) {
             Ok(given) => {
                 row.given_back_bytes = given.pages.bytes().0;
-                (given.left > Pages(0)).then(|| still_shared(given.left, keep))
+                if given.left > Pages(0) { Some(still_shared(given.left, keep)) } else { None }
             }
             Err(error) => Some(call(&error).line),
         };
