@@ -14,11 +14,12 @@ pub fn maps(text: &[u8]) {
     assert_ascending(vmas.iter());
     let printed: Vec<u8> = vmas.iter().flat_map(line).collect();
     assert_eq!(parse_maps(&printed).as_ref(), Ok(&vmas));
-    let code = |vma: &&Vma| vma.perms.read && vma.perms.exec && vma.name != b"[vsyscall]";
+    let is_code = |vma: &&Vma| vma.perms.read && vma.perms.exec && vma.name != b"[vsyscall]";
+    let code: Vec<&Vma> = vmas.iter().filter(is_code).collect();
     let is_vdso = |vma: &Vma| vma.inode == 0 && vma.name == b"[vdso]";
-    let mut wanted: Vec<(u64, u64)> = vmas.iter().filter(code).map(|vma| (vma.start, vma.end)).collect();
+    let mut wanted: Vec<(u64, u64)> = code.iter().map(|vma| (vma.start, vma.end)).collect();
     let mut found = executable(&printed);
-    if vmas.iter().filter(code).any(is_vdso) {
+    if code.into_iter().any(is_vdso) {
         let first = vmas.iter().find(|vma| (vma.start, vma.end) == found[0]);
         assert!(first.is_some_and(is_vdso));
     }
@@ -43,7 +44,10 @@ pub fn smaps(text: &[u8]) {
     let found = stretches(&details, b"program", 7, |detail, _| assert!(excluded.insert(detail.vma.start)));
     assert!(found.windows(2).all(|pair| pair[0].first.0 + pair[0].pages.0 <= pair[1].first.0));
     assert!(found.iter().all(|stretch| stretch.pages.0 > 0 && stretch.marked <= stretch.pages));
-    for detail in details.iter().filter(|detail| !excluded.contains(&detail.vma.start)) {
+    for detail in &details {
+        if excluded.contains(&detail.vma.start) {
+            continue;
+        }
         let (first, end) = (detail.vma.first().0, detail.vma.first().0 + detail.vma.pages().0);
         let at = found.partition_point(|one| one.first.0 + one.pages.0 <= first);
         let holds = found.get(at).is_some_and(|one| one.first.0 <= first && end <= one.first.0 + one.pages.0);
@@ -97,7 +101,9 @@ fn entry(detail: &VmaDetail) -> Vec<u8> {
         ("Swap", Some(detail.swap_kib)),
     ];
     for (name, kib) in counters {
-        text.extend(kib.map_or(String::new(), |kib| format!("{:<16}{kib:8} kB\n", format!("{name}:"))).bytes());
+        if let Some(kib) = kib {
+            text.extend(format!("{:<16}{kib:8} kB\n", format!("{name}:")).bytes());
+        }
     }
     text.extend(b"VmFlags:");
     detail.flags.iter().for_each(|[a, b]| text.extend([b' ', a, b]));

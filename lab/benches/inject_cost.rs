@@ -12,7 +12,7 @@ const INJECTIONS: usize = 300;
 
 fn main() {
     let other = std::env::var_os("PAGEFOLD_OTHER_VICTIM").map(PathBuf::from);
-    let programs: Vec<PathBuf> = [Some(victim_binary("victim")), other].into_iter().flatten().collect();
+    let programs: Vec<PathBuf> = std::iter::once(victim_binary("victim")).chain(other).collect();
     for (kind, calls) in [("futex", 1), ("futex", 30), ("epoll", 1), ("thread", 1), ("heap-stack", 1)] {
         let mut victim = Victim::try_start(&["registers", kind]).unwrap();
         victim.send_byte(b'b');

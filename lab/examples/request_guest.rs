@@ -126,6 +126,10 @@ fn holder(program: &str, own: u64) -> Holder {
     holder
 }
 
+fn pair() -> [Holder; 2] {
+    [holder(HOLDER, 1), holder(HOLDER, 2)]
+}
+
 fn list(holders: &[&Holder]) -> String {
     holders.iter().map(|holder| holder.pid().to_string()).collect::<Vec<_>>().join(",")
 }
@@ -265,7 +269,7 @@ fn alike(checks: &mut Checks) {
 }
 
 fn merging(checks: &mut Checks) {
-    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
+    let [mut a, mut b] = pair();
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s"]));
     checks.add("the run says that it merges on request", summary["mechanism"] == "request", &said);
     let saved = saved_bytes() / 4096;
@@ -290,7 +294,7 @@ fn merging(checks: &mut Checks) {
 
 /// Merges zeros alone: the processes share none of their other pages.
 fn zeros(checks: &mut Checks) {
-    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
+    let [mut a, mut b] = pair();
     let before = saved_bytes() / 4096;
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--only", "zeros"]));
     let saved = saved_bytes() / 4096 - before;
@@ -342,7 +346,7 @@ fn domains(checks: &mut Checks) {
 
 /// pagefold doesn't name pages of excluded memory, and unmarks memory that becomes excluded.
 fn exclusion(checks: &mut Checks) {
-    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
+    let [mut a, mut b] = pair();
     a.ask("lock 0 256");
     let run = start(&[&a, &b], &["--for", "300s"]);
     let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
@@ -362,7 +366,7 @@ fn exclusion(checks: &mut Checks) {
 /// A process that moves to another domain is unmarked as a whole.
 fn moving(checks: &mut Checks) {
     fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
-    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
+    let [mut a, mut b] = pair();
     let run = start(&[&a, &b], &["--for", "300s", "--config", CONFIG]);
     let merged = wait_until(|| common(&a, &b, 0, EQUAL) >= EQUAL - 16);
     checks.add("processes of one user are merged", merged, common(&a, &b, 0, EQUAL));
@@ -378,7 +382,7 @@ fn moving(checks: &mut Checks) {
 
 /// A dry run names nothing, and reports the pages that it would name.
 fn dry_run(checks: &mut Checks) {
-    let [a, b] = [1, 2].map(|own| holder(HOLDER, own));
+    let [a, b] = pair();
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));
     let expected = summary["expected_bytes"].as_u64().unwrap_or(0) / 4096;
     let wanted = 2 * (EQUAL + ZEROS);

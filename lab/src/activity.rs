@@ -156,7 +156,7 @@ impl pagefold_workload::Activity for ActivityState {
 
     fn pause(&mut self, taken: Duration) {
         let clock = &mut self.clock;
-        for at in [&mut clock.began, &mut clock.due].into_iter().flatten() {
+        for at in clock.began.iter_mut().chain(&mut clock.due) {
             *at += taken;
         }
     }

@@ -140,8 +140,8 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
         within_error: f64::from(within) / f64::from(options.hosts),
         median_error: median(errors),
         plan_seconds,
-        filled: options.fill.then(|| fill::fill(mix, options, show)),
-        day: (options.hours > 0).then(|| day::day(mix, options, show)),
+        filled: if options.fill { Some(fill::fill(mix, options, show)) } else { None },
+        day: if options.hours > 0 { Some(day::day(mix, options, show)) } else { None },
     }
 }
 

@@ -183,7 +183,7 @@ impl Recorder {
             }
         });
         self.followed = followed;
-        (!stopped).then_some(snapshot)
+        if stopped { None } else { Some(snapshot) }
     }
 
     fn add_process(

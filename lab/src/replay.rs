@@ -74,8 +74,10 @@ pub struct NoAlgorithm(String);
 impl FromStr for Algorithm {
     type Err = NoAlgorithm;
     fn from_str(name: &str) -> Result<Self, NoAlgorithm> {
-        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
-        found.map(|&(_, algorithm)| algorithm).ok_or_else(|| NoAlgorithm(name.to_owned()))
+        match Self::NAMES.iter().find(|(known, _)| *known == name) {
+            Some(&(_, algorithm)) => Ok(algorithm),
+            None => Err(NoAlgorithm(name.to_owned())),
+        }
     }
 }
 

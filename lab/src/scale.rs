@@ -135,11 +135,15 @@ pub fn scale(scale: &ScaleOptions, progress: impl Fn(usize, usize) + Sync) -> Sc
         }
     }
     for &nodes in &scale.nodes {
-        tasks.extend(scale.trees.iter().map(|&trees| Task::Forest(nodes, trees)));
+        for &trees in &scale.trees {
+            tasks.push(Task::Forest(nodes, trees));
+        }
     }
     for &race in &scale.races {
         tasks.push(Task::Race(race, None));
-        tasks.extend(scale.algorithms.iter().map(|&algorithm| Task::Race(race, Some(algorithm))));
+        for &algorithm in &scale.algorithms {
+            tasks.push(Task::Race(race, Some(algorithm)));
+        }
     }
     collect(scale, run(&tasks, progress))
 }

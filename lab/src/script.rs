@@ -204,17 +204,19 @@ fn family(name: Option<&str>, row: &RegionRow) -> FamilyKey {
 fn places(record: &Record) -> FxHashMap<u32, Place> {
     let mut order = Vec::new();
     let mut places: FxHashMap<u32, Place> = FxHashMap::default();
-    for event in record.snapshots.iter().flat_map(|snapshot| &snapshot.events) {
-        let Event::Page { region, page, now } = event else { continue };
-        if now.state == PageState::Absent {
-            continue;
+    for snapshot in &record.snapshots {
+        for event in &snapshot.events {
+            let Event::Page { region, page, now } = event else { continue };
+            if now.state == PageState::Absent {
+                continue;
+            }
+            let place = places.entry(*region).or_insert_with(|| {
+                order.push(*region);
+                Place { first: page.0, last: page.0, replayed: 0 }
+            });
+            place.first = place.first.min(page.0);
+            place.last = place.last.max(page.0);
         }
-        let place = places.entry(*region).or_insert_with(|| {
-            order.push(*region);
-            Place { first: page.0, last: page.0, replayed: 0 }
-        });
-        place.first = place.first.min(page.0);
-        place.last = place.last.max(page.0);
     }
     let mut next = EXTENT_PAGES;
     for region in order {
@@ -238,10 +240,12 @@ impl Eighths {
     fn of(record: &Record, places: &FxHashMap<u32, Place>) -> Self {
         let mut low = u64::MAX;
         let mut end = 0;
-        for event in record.snapshots.iter().flat_map(|snapshot| &snapshot.events) {
-            if let Event::Page { now: Page { frame: Some(frame), .. }, .. } = event {
-                low = low.min(*frame);
-                end = end.max(frame + 1);
+        for snapshot in &record.snapshots {
+            for event in &snapshot.events {
+                if let Event::Page { now: Page { frame: Some(frame), .. }, .. } = event {
+                    low = low.min(*frame);
+                    end = end.max(frame + 1);
+                }
             }
         }
         let by_frame = end > 0;

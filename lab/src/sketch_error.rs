@@ -95,8 +95,10 @@ pub fn held(state: &State) -> Vec<Held> {
     let mut programs = Vec::new();
     for (process, row) in &state.processes {
         let mut contents = BTreeSet::new();
-        for region in state.regions.values().filter(|region| region.row.process == *process) {
-            contents.extend(region.pages.iter().map(|(_, page)| page.digest));
+        for region in state.regions.values() {
+            if region.row.process == *process {
+                contents.extend(region.pages.iter().map(|(_, page)| page.digest));
+            }
         }
         contents.remove(&0);
         if !contents.is_empty() {
@@ -158,11 +160,14 @@ fn sketches(programs: &[Held], key: &FleetKey) -> Vec<Sketch> {
 fn pair(a: &Held, b: &Held, common: usize, estimates: impl Iterator<Item = Estimate>) -> (Pair, Vec<f64>) {
     let smaller = a.contents.len().min(b.contents.len());
     let mut within = 0;
+    let mut largest_error = 0.0_f64;
     let mut errors = Vec::new();
     for Estimate { contents, low, high } in estimates {
         // We round the bounds to whole numbers: an estimate of exactly 3 may be stored as a little less.
         within += usize::from(low.floor() <= common as f64 && common as f64 <= high.ceil());
-        errors.push((contents - common as f64).abs() / smaller as f64);
+        let error = (contents - common as f64).abs() / smaller as f64;
+        largest_error = largest_error.max(error);
+        errors.push(error);
     }
     let pair = Pair {
         a: a.name.clone(),
@@ -173,7 +178,7 @@ fn pair(a: &Held, b: &Held, common: usize, estimates: impl Iterator<Item = Estim
         within,
         keys: errors.len(),
         median_error: median(errors.iter().copied()),
-        largest_error: errors.iter().copied().fold(0.0, f64::max),
+        largest_error,
     };
     (pair, errors)
 }

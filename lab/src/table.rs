@@ -80,7 +80,10 @@ impl fmt::Display for Comparison {
             ],
         );
         writeln!(f, "\n{table}")?;
-        for outcome in self.outcomes.iter().filter(|outcome| outcome.trees.len() > 1) {
+        for outcome in &self.outcomes {
+            if outcome.trees.len() < 2 {
+                continue;
+            }
             let most = outcome.trees.iter().max().copied().unwrap_or(0);
             let all = outcome.trees.iter().sum::<u64>();
             let used = outcome.trees.iter().filter(|&&pages| pages > 0).count();

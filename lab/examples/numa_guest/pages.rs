@@ -39,7 +39,8 @@ impl Nodes {
         let mut nodes = Self { count: 0, zones: BTreeMap::new() };
         let mut node = 0;
         let mut frames: u64 = 0;
-        for line in text.lines().map(str::trim_start) {
+        for line in text.lines() {
+            let line = line.trim_start();
             if let Some((number, _)) = line.strip_prefix("Node ").and_then(|rest| rest.split_once(',')) {
                 node = number.parse().expect("a node");
                 nodes.count = nodes.count.max(node + 1);
@@ -75,7 +76,11 @@ impl Nodes {
             let pagemap = File::open(format!("/proc/{}/pagemap", victim.pid)).expect("pagemap");
             let mut entries = vec![0; victim.pages * 8];
             pagemap.read_exact_at(&mut entries, victim.start / PAGE * 8).expect("a page table");
-            for entry in entries.chunks_exact(8).map(word).filter(|entry| entry & PRESENT != 0) {
+            for entry in entries.chunks_exact(8) {
+                let entry = word(entry);
+                if entry & PRESENT == 0 {
+                    continue;
+                }
                 let frame = entry & FRAME;
                 let mut flags = [0; 8];
                 kpageflags.read_exact_at(&mut flags, frame * 8).expect("a frame's flags");
@@ -114,7 +119,8 @@ fn smaps_ksm(victim: &Extent) -> u64 {
     for line in text.lines() {
         let first = line.split(' ').next().unwrap_or_default();
         if let Some((from, to)) = first.split_once('-') {
-            let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).expect("an address"));
+            let from = u64::from_str_radix(from, 16).expect("an address");
+            let to = u64::from_str_radix(to, 16).expect("an address");
             inside = from < end && to > victim.start;
         } else if let (Some(kib), true) = (line.strip_prefix("KSM:"), inside) {
             pages += kib.trim().trim_end_matches(" kB").parse::<u64>().expect("a size") / 4;

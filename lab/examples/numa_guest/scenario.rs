@@ -49,7 +49,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     let nodes = Nodes::read();
     let before = nodes.snapshot(&programs.extents);
 
-    let steps = (scenario.disturbance == Disturbance::ClockSteps).then(ClockSteps::start);
+    let steps = if scenario.disturbance == Disturbance::ClockSteps { Some(ClockSteps::start()) } else { None };
     let meter = Meter::start();
     let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);

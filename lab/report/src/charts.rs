@@ -42,7 +42,13 @@ pub enum Scale {
 impl Scale {
     /// A linear scale for all of the values.
     pub fn linear(values: impl IntoIterator<Item = f64>) -> Self {
-        Self::Linear { most: values.into_iter().filter(|value| value.is_finite()).fold(0.0, f64::max) }
+        let mut most = 0.0_f64;
+        for value in values {
+            if value.is_finite() {
+                most = most.max(value);
+            }
+        }
+        Self::Linear { most }
     }
 
     /// A logarithmic scale for the values above zero.
@@ -184,11 +190,16 @@ impl Bar {
 /// Draws horizontal bars. The subtitle names the quantity and its unit.
 pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
     let count = i32::try_from(rows.len()).unwrap_or(0);
-    let most = rows.iter().map(|row| row.value).fold(f64::MIN_POSITIVE, f64::max);
-    let names = rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) as f64;
-    let texts = rows.iter().map(|row| row.text.chars().count()).max().unwrap_or(0) as f64;
-    let from = LEFT + pixels((names * LETTER + 16.0).clamp(80.0, 420.0));
-    let room = RIGHT - from - pixels((texts * LETTER + 16.0).clamp(60.0, 300.0));
+    let mut most = f64::MIN_POSITIVE;
+    let mut longest_name = 0;
+    let mut longest_text = 0;
+    for row in rows {
+        most = most.max(row.value);
+        longest_name = longest_name.max(row.name.chars().count());
+        longest_text = longest_text.max(row.text.chars().count());
+    }
+    let from = LEFT + pixels((longest_name as f64 * LETTER + 16.0).clamp(80.0, 420.0));
+    let room = RIGHT - from - pixels((longest_text as f64 * LETTER + 16.0).clamp(60.0, 300.0));
     svg(TOP + BAR_LINE * count + 24, title, subtitle, |canvas| {
         let mut y = TOP + 16;
         for row in rows {

@@ -369,11 +369,13 @@ impl Claim {
         }
         let mut subject: Option<&str> = None;
         let mut named: Vec<&str> = Vec::new();
-        for PolicyRun { policy, .. } in own.iter().flat_map(|report| &report.runs) {
-            if is_ours(policy) {
-                subject.get_or_insert(policy);
-            } else if is_peer(policy) && !named.contains(&policy.as_str()) {
-                named.push(policy);
+        for report in &own {
+            for PolicyRun { policy, .. } in &report.runs {
+                if is_ours(policy) {
+                    subject.get_or_insert(policy);
+                } else if is_peer(policy) && !named.contains(&policy.as_str()) {
+                    named.push(policy);
+                }
             }
         }
         let theirs = if let [Cell(Value::Measure(..), _), ..] = peers {
@@ -450,9 +452,11 @@ impl Judge {
             Self::AtMost(limit) => first.map(|value| value.median <= *limit),
             Self::Shown | Self::AllTargets | Self::Targets(_) | Self::Target(..) => None,
         };
-        for bar in reports.iter().flat_map(|report| &report.bars) {
-            if self.is_by(ours, &bar.name) {
-                met = Some(met.unwrap_or(true) && bar.met);
+        for report in reports {
+            for bar in &report.bars {
+                if self.is_by(ours, &bar.name) {
+                    met = Some(met.unwrap_or(true) && bar.met);
+                }
             }
         }
         match met {

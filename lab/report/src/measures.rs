@@ -48,7 +48,10 @@ impl Measures {
             measures.seconds_to[place] = Some(at);
             measures.cpu_to[place] = cpu;
             if place == AT_90 {
-                measures.mib_per_cpu_second = cpu.filter(|&cpu| cpu > 0.0).map(|cpu| Bytes(saved).mib() / cpu);
+                measures.mib_per_cpu_second = match cpu {
+                    Some(cpu) if cpu > 0.0 => Some(Bytes(saved).mib() / cpu),
+                    _ => None,
+                };
             }
             if place >= AT_90 {
                 measures.percent_after = percent_since(&run.points, at, cpu);
@@ -70,7 +73,8 @@ fn percent_since(points: &[SamplerPoint], at: f64, cpu: Option<f64>) -> Option<f
 
 /// CPU seconds spent until the first sample at this time or later.
 fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
-    points.iter().find(|point| point.seconds >= at).or(points.last()).map(SamplerPoint::cpu_seconds)
+    let point = points.iter().find(|point| point.seconds >= at).or(points.last())?;
+    Some(point.cpu_seconds())
 }
 
 /// The savable memory of a set of programs: the oracle's saving, or else the most that any policy saved.
@@ -79,7 +83,13 @@ pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
     if oracles > 0 {
         return oracles;
     }
-    report.runs.iter().filter(|run| run.set == set).filter_map(PolicyRun::most_saved).max().unwrap_or(0)
+    let mut most = 0;
+    for run in &report.runs {
+        if run.set == set {
+            most = most.max(run.most_saved().unwrap_or(0));
+        }
+    }
+    most
 }
 
 /// Whether people could use the policy in place of pagefold.
@@ -98,6 +108,10 @@ pub struct Quantity {
 impl Quantity {
     const fn reached(name: &'static str, of: fn(&Measures) -> Option<f64>) -> Self {
         Self { name, of, more_is_better: false, is_reached: true }
+    }
+
+    fn in_report(&self, report: &ExperimentReport, policy: &str) -> Option<f64> {
+        (self.of)(&Measures::in_report(report, policy)?)
     }
 }
 
@@ -122,11 +136,11 @@ pub type Effect = (&'static str, fn(&PolicyRun) -> Option<f64>);
 
 /// We show these if any isn't zero.
 pub const EFFECTS: [Effect; 5] = [
-    ("merged pages copied", |run| run.events.cow_breaks.map(|count| count as f64)),
-    ("MiB taken back by writes", |run| run.taken_back_bytes.map(|bytes| Bytes(bytes).mib())),
-    ("huge pages split", |run| run.events.split_pages.map(|count| count as f64)),
-    ("mappings of huge pages split", |run| run.events.split_mappings.map(|count| count as f64)),
-    ("pagefold's peak, MiB", |run| run.pagefold_peak_bytes.map(|bytes| Bytes(bytes).mib())),
+    ("merged pages copied", |run| Some(run.events.cow_breaks? as f64)),
+    ("MiB taken back by writes", |run| Some(Bytes(run.taken_back_bytes?).mib())),
+    ("huge pages split", |run| Some(run.events.split_pages? as f64)),
+    ("mappings of huge pages split", |run| Some(run.events.split_mappings? as f64)),
+    ("pagefold's peak, MiB", |run| Some(Bytes(run.pagefold_peak_bytes?).mib())),
 ];
 
 /// The median of some values, and their range.
@@ -167,9 +181,9 @@ impl fmt::Display for Spread {
 pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity: &Quantity) -> Option<Spread> {
     let mut ratios = Vec::new();
     for report in repetitions {
-        let ours = Measures::in_report(report, own).and_then(|measures| (quantity.of)(&measures));
-        let theirs = Measures::in_report(report, peer).and_then(|measures| (quantity.of)(&measures));
-        if let (Some(ours), Some(theirs)) = (ours, theirs.filter(|&theirs| theirs > 0.0)) {
+        let Some(ours) = quantity.in_report(report, own) else { continue };
+        let Some(theirs) = quantity.in_report(report, peer) else { continue };
+        if theirs > 0.0 {
             ratios.push(ours / theirs);
         }
     }

@@ -63,7 +63,9 @@ impl ExperimentReport {
 
     /// Adds sizes and times of the experiment.
     pub fn parameters(&mut self, parameters: impl IntoIterator<Item = (&'static str, u64)>) {
-        self.parameters.extend(parameters.into_iter().map(|(name, value)| (name.to_owned(), value)));
+        for (name, value) in parameters {
+            self.parameters.insert(name.to_owned(), value);
+        }
     }
 
     /// Adds a figure. Leaves out one that isn't a number: JSON has none.
@@ -109,10 +111,14 @@ impl ExperimentReport {
     pub fn compare(&mut self, subject: &str) {
         let Some(own) = self.run(subject) else { return };
         let mut ratios = Vec::new();
-        for peer in self.runs.iter().filter(|run| run.policy != subject) {
+        for peer in &self.runs {
+            if peer.policy == subject {
+                continue;
+            }
             for (metric, of) in COMPARED {
-                if let (Some(own), Some(peers)) = (of(own), of(peer).filter(|peers| *peers > 0.0)) {
-                    ratios.push((metric.of([&peer.policy]), own / peers));
+                match (of(own), of(peer)) {
+                    (Some(own), Some(peers)) if peers > 0.0 => ratios.push((metric.of([&peer.policy]), own / peers)),
+                    _ => {}
                 }
             }
         }
@@ -294,7 +300,7 @@ impl PolicyRun {
         self.cpu_seconds = self.cpu_ksmd_seconds + self.cpu_pagefold_seconds;
         self.seconds = last.seconds;
         self.events = last.events;
-        self.pagefold_peak_bytes = Some(last.daemon_peak_bytes).filter(|&peak| peak > 0);
+        self.pagefold_peak_bytes = if last.daemon_peak_bytes > 0 { Some(last.daemon_peak_bytes) } else { None };
         self.taken_back_bytes =
             if self.has_unmarked() { None } else { last.events.cow_breaks.map(|pages| Pages(pages).bytes().0) };
         let most = reached(points, 0.9, self.saved_bytes);
@@ -356,7 +362,7 @@ impl PolicyRun {
 
     /// MiB saved for each second of CPU time.
     pub fn mib_per_cpu_second(&self) -> Option<f64> {
-        (self.cpu_seconds > 0.0).then(|| Bytes(self.saved_bytes).mib() / self.cpu_seconds)
+        if self.cpu_seconds > 0.0 { Some(Bytes(self.saved_bytes).mib() / self.cpu_seconds) } else { None }
     }
 }
 
@@ -381,7 +387,8 @@ impl Placed {
     /// The share of its merged pages on its own node.
     pub fn local_share(&self) -> Option<f64> {
         let all: u64 = self.merged.iter().sum();
-        (all > 0).then(|| self.merged.get(self.home).copied().unwrap_or(0) as f64 / all as f64)
+        let local = self.merged.get(self.home).copied().unwrap_or(0);
+        if all > 0 { Some(local as f64 / all as f64) } else { None }
     }
 }
 

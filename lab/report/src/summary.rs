@@ -163,7 +163,10 @@ impl Repetitions<'_> {
     }
 
     fn set(&self, policy: &str) -> &str {
-        self.runs(policy).next().map_or("", |run| &run.set)
+        match self.runs(policy).next() {
+            Some(run) => &run.set,
+            None => "",
+        }
     }
 
     fn spread(&self, policy: &str, of: impl Fn(&Measures) -> Option<f64>) -> Option<Spread> {
@@ -182,11 +185,17 @@ impl Repetitions<'_> {
     /// For each set of programs, the experiment's first pagefold policy beside it, and each peer.
     fn pairs(&self) -> Vec<(&str, &str)> {
         let mut pairs = Vec::new();
-        if self.compares() {
-            let policies = self.policies();
-            for &peer in policies.iter().filter(|peer| is_peer(peer)) {
-                let own = policies.iter().find(|own| is_ours(own) && self.set(own) == self.set(peer));
-                pairs.extend(own.map(|own| (*own, peer)));
+        if !self.compares() {
+            return pairs;
+        }
+        let policies = self.policies();
+        for &peer in &policies {
+            if !is_peer(peer) {
+                continue;
+            }
+            let own = policies.iter().find(|own| is_ours(own) && self.set(own) == self.set(peer));
+            if let Some(&own) = own {
+                pairs.push((own, peer));
             }
         }
         pairs
@@ -202,14 +211,16 @@ impl Repetitions<'_> {
                 losses.extend(self.loss(own, peer, quantity));
             }
         }
-        for failure in self.reports.iter().flat_map(|report| &report.failures) {
-            losses.push(Loss {
-                experiment: self.name.to_owned(),
-                what: format!("not measured: {}", failure.policy),
-                ours: failure.error.clone(),
-                other: "–".to_owned(),
-                factor: f64::INFINITY,
-            });
+        for report in &self.reports {
+            for failure in &report.failures {
+                losses.push(Loss {
+                    experiment: self.name.to_owned(),
+                    what: format!("not measured: {}", failure.policy),
+                    ours: failure.error.clone(),
+                    other: "–".to_owned(),
+                    factor: f64::INFINITY,
+                });
+            }
         }
         losses
     }
@@ -228,10 +239,14 @@ impl Repetitions<'_> {
         if factor <= tolerance {
             return None;
         }
+        let ours = match ours {
+            Some(ours) => ours.to_string(),
+            None => "not reached".to_owned(),
+        };
         Some(Loss {
             experiment: self.name.to_owned(),
             what: format!("{}, {own}", quantity.name),
-            ours: ours.map_or_else(|| "not reached".to_owned(), |ours| ours.to_string()),
+            ours,
             other: format!("{theirs}, {peer}"),
             factor,
         })
@@ -239,13 +254,15 @@ impl Repetitions<'_> {
 
     fn targets(&self) -> Vec<Target<'_>> {
         let mut targets: Vec<Target<'_>> = Vec::new();
-        for BarResult { name, bar, measured, met } in self.reports.iter().flat_map(|report| &report.bars) {
-            match targets.iter_mut().find(|target| target.name == name) {
-                Some(target) => {
-                    target.measured.push(*measured);
-                    target.met &= met;
+        for report in &self.reports {
+            for BarResult { name, bar, measured, met } in &report.bars {
+                match targets.iter_mut().find(|target| target.name == name) {
+                    Some(target) => {
+                        target.measured.push(*measured);
+                        target.met &= met;
+                    }
+                    None => targets.push(Target { name, limit: *bar, measured: vec![*measured], met: *met }),
                 }
-                None => targets.push(Target { name, limit: *bar, measured: vec![*measured], met: *met }),
             }
         }
         targets
@@ -277,15 +294,25 @@ impl Repetitions<'_> {
         if policies.is_empty() {
             return;
         }
-        let names = policies.iter().map(|&policy| vec![policy.to_owned()]);
-        let mut grid = Grid { heads: vec!["policy"], texts: 1, rows: names.collect() };
+        let mut grid = Grid { heads: vec!["policy"], texts: 1, rows: Vec::new() };
+        for policy in &policies {
+            grid.rows.push(vec![(*policy).to_owned()]);
+        }
         for (head, of) in COLUMNS {
             grid.add_column(head, policies.iter().map(|policy| shown(self.spread(policy, of))));
         }
         for (head, of) in EFFECTS {
-            let values: Vec<Option<Spread>> = policies.iter().map(|policy| self.effect(policy, of)).collect();
-            if values.iter().flatten().any(|value| value.max > 0.0) {
-                grid.add_column(head, values.into_iter().map(shown));
+            let mut cells = Vec::new();
+            let mut highest = 0.0_f64;
+            for policy in &policies {
+                let value = self.effect(policy, of);
+                cells.push(shown(value));
+                if let Some(value) = value {
+                    highest = highest.max(value.max);
+                }
+            }
+            if highest > 0.0 {
+                grid.add_column(head, cells.into_iter());
             }
         }
         page.table(&grid);
@@ -320,8 +347,10 @@ impl Repetitions<'_> {
 
     fn describe_figures(&self, page: &mut Document) {
         let mut figures = BTreeMap::<&str, Vec<f64>>::new();
-        for (name, value) in self.reports.iter().flat_map(|report| &report.figures) {
-            figures.entry(name).or_default().push(*value);
+        for report in &self.reports {
+            for (name, value) in &report.figures {
+                figures.entry(name).or_default().push(*value);
+            }
         }
         let mut latencies = Vec::new();
         let mut others = Vec::new();
@@ -343,8 +372,10 @@ impl Repetitions<'_> {
     /// Draws the experiment's own bar charts, with the medians of the repetitions.
     fn draw_pictures(&self, page: &mut Document) {
         for picture in &self.reports[0].pictures {
-            let rows: Vec<_> =
-                picture.rows.iter().map(|row| (row.0.clone(), self.bar(&picture.title, &row.0))).collect();
+            let mut rows = Vec::new();
+            for (name, _) in &picture.rows {
+                rows.push((name.clone(), self.bar(&picture.title, name)));
+            }
             if !rows.is_empty() {
                 let title = format!("{}: {}", self.name, picture.title);
                 page.picture(&bars(&title, &picture.subtitle, &coloured(&rows)));
@@ -355,9 +386,13 @@ impl Repetitions<'_> {
     /// A bar of one of the experiment's own charts.
     fn bar(&self, title: &str, name: &str) -> Option<Spread> {
         let mut values = Vec::new();
-        for picture in self.reports.iter().flat_map(|report| &report.pictures) {
-            if picture.title == title {
-                values.extend(picture.rows.iter().filter(|row| row.0 == name).map(|row| row.1));
+        for report in &self.reports {
+            for picture in &report.pictures {
+                for (bar, value) in &picture.rows {
+                    if picture.title == title && bar == name {
+                        values.push(*value);
+                    }
+                }
             }
         }
         Spread::of(values)
@@ -403,7 +438,10 @@ impl Repetitions<'_> {
     }
 
     fn seconds(&self) -> (String, Scale) {
-        let last = self.all_runs().map(|run| run.seconds).fold(10.0 * FIRST_SECONDS, f64::max);
+        let mut last: f64 = 10.0 * FIRST_SECONDS;
+        for run in self.all_runs() {
+            last = last.max(run.seconds);
+        }
         ("seconds (logarithmic)".to_owned(), Scale::Logarithmic { first: FIRST_SECONDS, last })
     }
 
@@ -422,7 +460,10 @@ impl Repetitions<'_> {
 
     fn cpu_over_time(&self, policies: &[&str]) -> String {
         let curves = self.curves(policies, false, |policy| self.cpu_label(policy), cpu_time);
-        let last = heights(&curves).fold(1.0, f64::max);
+        let mut last = 1.0_f64;
+        for height in heights(&curves) {
+            last = last.max(height);
+        }
         let up = ("CPU seconds (logarithmic)".to_owned(), Scale::Logarithmic { first: FIRST_CPU_SECONDS, last });
         let title = format!("{}: CPU of ksmd and pagefold over time", self.name);
         Lines { title, up, right: self.seconds(), curves }.draw()
@@ -436,9 +477,11 @@ impl Repetitions<'_> {
     /// For each server and time, draws all latencies over all rounds and repetitions.
     fn draw_tails(&self, page: &mut Document) {
         let mut pictures = BTreeMap::<(&str, &str), BTreeMap<&str, Histogram>>::new();
-        for one in self.reports.iter().flat_map(|report| &report.latencies) {
-            let policies = pictures.entry((&one.server, &one.when)).or_default();
-            policies.entry(without_round(&one.policy)).or_default().add(&one.histogram);
+        for report in &self.reports {
+            for one in &report.latencies {
+                let policies = pictures.entry((&one.server, &one.when)).or_default();
+                policies.entry(without_round(&one.policy)).or_default().add(&one.histogram);
+            }
         }
         for ((server, when), policies) in pictures {
             let mut curves = Vec::new();
@@ -456,8 +499,10 @@ impl Repetitions<'_> {
     }
 
     fn draw_saved_per_cpu_second(&self, policies: &[&str], page: &mut Document) {
-        let value = |policy| self.spread(policy, |measures| measures.mib_per_cpu_second);
-        let values: Vec<_> = policies.iter().map(|&policy| (policy.to_owned(), value(policy))).collect();
+        let mut values = Vec::new();
+        for &policy in policies {
+            values.push((policy.to_owned(), self.spread(policy, |measures| measures.mib_per_cpu_second)));
+        }
         let rows = coloured(&values);
         if !rows.is_empty() {
             let title = format!("{}: memory saved per CPU second", self.name);
@@ -468,7 +513,10 @@ impl Repetitions<'_> {
 }
 
 fn shown(spread: Option<Spread>) -> String {
-    spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string())
+    match spread {
+        Some(spread) => spread.to_string(),
+        None => "–".to_owned(),
+    }
 }
 
 /// The bars of names that have values. A name without one keeps its colour.
@@ -476,17 +524,27 @@ fn coloured(rows: &[(String, Option<Spread>)]) -> Vec<Bar> {
     let colours = colours(rows.iter().map(|(name, _)| name.as_str()));
     let mut bars = Vec::new();
     for ((name, value), colour) in rows.iter().zip(colours) {
-        bars.extend(value.map(|spread| Bar::of_spread(name, spread, colour)));
+        if let Some(spread) = value {
+            bars.push(Bar::of_spread(name, *spread, colour));
+        }
     }
     bars
 }
 
-fn positions(curves: &[Curve]) -> impl Iterator<Item = f64> {
-    curves.iter().flat_map(|curve| &curve.points).map(|point| point.0)
+fn positions(curves: &[Curve]) -> Vec<f64> {
+    let mut positions = Vec::new();
+    for curve in curves {
+        positions.extend(curve.points.iter().map(|point| point.0));
+    }
+    positions
 }
 
-fn heights(curves: &[Curve]) -> impl Iterator<Item = f64> {
-    curves.iter().flat_map(|curve| &curve.points).map(|point| point.1)
+fn heights(curves: &[Curve]) -> Vec<f64> {
+    let mut heights = Vec::new();
+    for curve in curves {
+        heights.extend(curve.points.iter().map(|point| point.1));
+    }
+    heights
 }
 
 /// MiB saved over time.
@@ -537,10 +595,10 @@ impl Target<'_> {
         if self.met {
             return None;
         }
-        let middle = self.spread().map_or(f64::NAN, |spread| spread.median);
-        let factor = match self.limit {
-            Limit::AtLeast(limit) => limit / middle,
-            Limit::AtMost(limit) => middle / limit,
+        let factor = match (self.spread(), self.limit) {
+            (Some(spread), Limit::AtLeast(limit)) => limit / spread.median,
+            (Some(spread), Limit::AtMost(limit)) => spread.median / limit,
+            (None, _) => f64::NAN,
         };
         Some(Loss {
             experiment: experiment.to_owned(),
@@ -556,7 +614,10 @@ impl Target<'_> {
 fn tail(name: &str) -> Option<(&str, f64, &str)> {
     let (before, rest) = name.split_once(" us")?;
     let (policy, percentile) = before.rsplit_once(" p")?;
-    let percentile = percentile.parse().ok().filter(|percentile| (0.0..=100.0).contains(percentile))?;
+    let percentile: f64 = percentile.parse().ok()?;
+    if !(0.0..=100.0).contains(&percentile) {
+        return None;
+    }
     Some((policy, percentile, rest.trim()))
 }
 
@@ -567,7 +628,10 @@ fn describe_latencies(page: &mut Document, mut latencies: Vec<(&str, &str, f64, 
         return;
     }
     latencies.sort_by(|a, b| (a.0, a.1).cmp(&(b.0, b.1)).then(a.2.total_cmp(&b.2)));
-    let highest = latencies.iter().map(|latency| latency.2).fold(0.0, f64::max);
+    let mut highest = 0.0_f64;
+    for latency in &latencies {
+        highest = highest.max(latency.2);
+    }
     let mut rows = Vec::new();
     let mut drawn = Vec::new();
     for (when, policy, percentile, spread) in latencies {

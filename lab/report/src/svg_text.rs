@@ -4,9 +4,9 @@
 pub fn texts(svg: &str) -> Vec<String> {
     let document = roxmltree::Document::parse(svg).unwrap_or_else(|error| panic!("{error}\n{svg}"));
     let mut texts = Vec::new();
-    for node in document.descendants().filter(|node| node.has_tag_name("text")) {
+    for node in document.descendants() {
         let text = node.text().unwrap_or_default().trim();
-        if !text.is_empty() {
+        if node.has_tag_name("text") && !text.is_empty() {
             texts.push(text.to_owned());
         }
     }
@@ -17,9 +17,11 @@ pub fn texts(svg: &str) -> Vec<String> {
 pub fn elements(svg: &str, kind: &str, colour: &str) -> usize {
     let document = roxmltree::Document::parse(svg).unwrap_or_else(|error| panic!("{error}\n{svg}"));
     let mut count = 0;
-    for node in document.descendants().filter(|node| node.has_tag_name(kind)) {
-        let colours = [node.attribute("stroke"), node.attribute("fill")];
-        count += usize::from(colours.iter().flatten().any(|of| of.eq_ignore_ascii_case(colour)));
+    for node in document.descendants() {
+        let has = |name: &str| matches!(node.attribute(name), Some(of) if of.eq_ignore_ascii_case(colour));
+        if node.has_tag_name(kind) && (has("stroke") || has("fill")) {
+            count += 1;
+        }
     }
     count
 }

@@ -45,9 +45,13 @@ pub fn scan(program: &Path, pids: &[i32], options: &[&str], interrupt: &Interrup
 }
 
 fn arguments<T: ToString>(subcommand: &str, pids: &[i32], options: &[T]) -> Vec<String> {
-    let scope = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]);
-    let options = options.iter().map(ToString::to_string);
-    [subcommand.to_owned()].into_iter().chain(scope).chain(options).chain(["--json".to_owned()]).collect()
+    let mut arguments = vec![subcommand.to_owned()];
+    for pid in pids {
+        arguments.extend(["--pid".to_owned(), pid.to_string()]);
+    }
+    arguments.extend(options.iter().map(ToString::to_string));
+    arguments.push("--json".to_owned());
+    arguments
 }
 
 /// Runs a command to completion and parses its output as JSON.

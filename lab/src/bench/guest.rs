@@ -28,7 +28,7 @@ pub struct GuestKernel {
 impl GuestKernel {
     /// Checks that the files exist.
     pub fn new(image: &Path, module: Option<&Path>) -> anyhow::Result<Self> {
-        for file in [Some(image), module].into_iter().flatten() {
+        for file in std::iter::once(image).chain(module) {
             ensure!(file.is_file(), "{} is not a file; name a bootable kernel and, if any, its module", file.display());
         }
         Ok(Self { image: image.to_owned(), module: module.map(Path::to_owned) })

@@ -149,7 +149,7 @@ impl Done {
     pub fn per_second(&self, from: Instant, to: Instant) -> Option<f64> {
         let within: Vec<Instant> = self.0.iter().copied().filter(|done| (from..to).contains(done)).collect();
         let seconds = within.last()?.duration_since(*within.first()?).as_secs_f64();
-        (seconds > 0.0).then(|| (within.len() as f64 - 1.0) / seconds)
+        if seconds > 0.0 { Some((within.len() as f64 - 1.0) / seconds) } else { None }
     }
 }
 

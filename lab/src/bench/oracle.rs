@@ -65,8 +65,8 @@ fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
         *savable.entry(page.digest).or_default() += 1;
     }
     // One copy of each content stays, but none of zeros.
-    for (_, copies) in savable.iter_mut().filter(|(digest, _)| **digest != Digest::ZERO) {
-        *copies -= 1;
+    for (digest, copies) in &mut savable {
+        *copies -= u64::from(*digest != Digest::ZERO);
     }
     let mut spans: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;

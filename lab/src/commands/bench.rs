@@ -170,8 +170,9 @@ impl<'a> Store<'a> {
     }
 
     fn report(&self, step: &Step) -> Option<&ExperimentReport> {
-        let mut reports = self.finished.iter().filter(|one| one.repetition == step.repetition).map(|one| &one.report);
-        reports.find(|report| report.experiment == step.experiment.name)
+        let is_its_own =
+            |one: &&Finished| one.repetition == step.repetition && one.report.experiment == step.experiment.name;
+        Some(&self.finished.iter().find(is_its_own)?.report)
     }
 
     fn add(&mut self, repetition: u32, elapsed: Duration, report: &ExperimentReport) -> anyhow::Result<()> {

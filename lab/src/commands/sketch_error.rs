@@ -71,9 +71,12 @@ fn describe(comparison: &Comparison) -> String {
     );
     rows.to_string().lines().for_each(|row| text.line(row));
     let Comparison { programs, keys, pairs, other_pairs, .. } = comparison;
-    let found = comparison.within.zip(comparison.median_error).map_or_else(String::new, |(within, error)| {
-        format!(": within the bounds {} %, median error {} % of the smaller one", percent(within), percent(error))
-    });
+    let found = match (comparison.within, comparison.median_error) {
+        (Some(within), Some(error)) => {
+            format!(": within the bounds {} %, median error {} % of the smaller one", percent(within), percent(error))
+        }
+        _ => String::new(),
+    };
     text.line(format!(
         "{programs} programs, {} pairs with at least 1 % of the smaller one in common ({other_pairs} others), {keys} keys{found}",
         pairs.len(),

@@ -83,8 +83,10 @@ impl Mix {
             }
         }
         let mut holders: FxHashMap<u64, u32> = FxHashMap::default();
-        for page in by_process.values().flatten() {
-            *holders.entry(*page).or_default() += 1;
+        for pages in by_process.values() {
+            for page in pages {
+                *holders.entry(*page).or_default() += 1;
+            }
         }
         let mut kinds = Vec::new();
         for (process, pages) in by_process {

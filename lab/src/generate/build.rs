@@ -82,10 +82,11 @@ fn files(series: u64, unit: u64, mean_pages: usize, pages: usize) -> impl Iterat
     let mut left = pages;
     (0..).map_while(move |at| {
         let file = File::new(series, unit << 16 | at, mean_pages);
-        (left > 0).then(|| {
-            left = left.saturating_sub(file.pages());
-            file
-        })
+        if left == 0 {
+            return None;
+        }
+        left = left.saturating_sub(file.pages());
+        Some(file)
     })
 }
 

@@ -90,10 +90,10 @@ impl Database {
     }
 
     fn block(&self, number: u64) -> Block {
-        self.changed
-            .get(&number)
-            .copied()
-            .unwrap_or_else(|| std::array::from_fn(|page| Body::named(TABLE, number, page as u64)))
+        match self.changed.get(&number) {
+            Some(block) => *block,
+            None => std::array::from_fn(|page| Body::named(TABLE, number, page as u64)),
+        }
     }
 
     fn update(&mut self, guest: &mut Guest, machine: &mut HostMemory) {

@@ -164,7 +164,7 @@ impl PreforkServer {
         let mut pids = BTreeMap::new();
         self.server.wait_ready(READY_LIMIT, || {
             pids.extend(ask_all(&self.socket, self.script.as_deref()).ok()?);
-            (pids.len() >= workers).then_some(())
+            if pids.len() >= workers { Some(()) } else { None }
         })?;
         ensure!(pids.len() == workers, "{} workers instead of {workers}", pids.len());
         Ok(pids.into_keys().collect())

@@ -22,7 +22,7 @@ impl PythonTools {
     /// Finds an interpreter, or names the packages to install. Tries the distribution's first because its packages
     /// install there.
     pub fn find() -> anyhow::Result<Self> {
-        for python in [Some("/usr/bin/python3".into()), find("python3")].into_iter().flatten() {
+        for python in std::iter::once("/usr/bin/python3".into()).chain(find("python3")) {
             if output_of(Command::new(&python).args(["-c", "import numpy, pandas"])).is_ok() {
                 return Ok(Self { python });
             }

@@ -75,7 +75,8 @@ impl RedisData {
             stream.set_read_timeout(Some(ANSWER_LIMIT)).ok()?;
             let mut client = BufReader::new(stream);
             // While loading, the server answers with an error.
-            matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG").then_some(client)
+            let is_ready = matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG");
+            if is_ready { Some(client) } else { None }
         })?;
         Ok(Redis { server, client, socket })
     }

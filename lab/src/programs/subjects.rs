@@ -102,9 +102,12 @@ struct Turns(u32);
 impl Turns {
     /// The number of the next turn, if it's due. We catch up on late turns one call at a time.
     fn due(&mut self, elapsed: Duration) -> Option<u64> {
-        let due = elapsed >= CHANGE_EVERY * (self.0 + 1);
-        self.0 += u32::from(due);
-        due.then_some(self.0.into())
+        let next = self.0 + 1;
+        if elapsed < CHANGE_EVERY * next {
+            return None;
+        }
+        self.0 = next;
+        Some(next.into())
     }
 }
 
@@ -131,11 +134,17 @@ impl<T: Target + Send> Subjects for Group<T> {
 
     fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
         let Some(turn) = self.turns.due(elapsed) else { return Ok(()) };
-        (0..).zip(&mut self.instances).try_for_each(|(number, instance)| (self.change)(instance, number, turn))
+        for (number, instance) in (0..).zip(&mut self.instances) {
+            (self.change)(instance, number, turn)?;
+        }
+        Ok(())
     }
 
     fn end(&mut self) -> anyhow::Result<()> {
-        self.instances.iter_mut().try_for_each(|instance| instance.check().map(drop))
+        for instance in &mut self.instances {
+            instance.check()?;
+        }
+        Ok(())
     }
 }
 

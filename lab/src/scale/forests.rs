@@ -32,6 +32,14 @@ impl ForestPoint {
     pub fn deviation(&self) -> f64 {
         self.stable - self.law
     }
+
+    pub fn largest_deviation(points: &[Self]) -> f64 {
+        let mut largest = 0.0_f64;
+        for point in points {
+            largest = largest.max(point.deviation().abs());
+        }
+        largest
+    }
 }
 
 pub fn forest(nodes: u64, trees: u16) -> ForestPoint {

@@ -155,13 +155,13 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
         gib: machine.gib,
         processes: machine.processes(),
         algorithm,
-        pages_to_scan: fixed.then_some(pages_to_scan),
+        pages_to_scan: if fixed { Some(pages_to_scan) } else { None },
         granularity,
         hours: machine.for_ns as f64 / NS_PER_HOUR as f64,
         savable_bytes,
         reached_seconds: reached.map(|(at_ns, ..)| at_ns as f64 / NS_PER_S as f64),
         cpu_until_seconds: cpu_until,
-        cpu_day_seconds: (rest_days > 0.0).then(|| (spent - cpu_until) / rest_days),
+        cpu_day_seconds: if rest_days > 0.0 { Some((spent - cpu_until) / rest_days) } else { None },
         cpu_seconds: spent,
         kernel_cpu_seconds: run.sim.cost().ksmd_ns as f64 / NS_PER_S as f64,
         comparisons_until,
@@ -215,8 +215,9 @@ impl GranularityCheck {
         let Growth { gib, hours, algorithm, .. } = *fine;
         let mut figures = Vec::new();
         for (name, of) in FIGURES {
-            if let (Some(fine), Some(coarse)) = (of(fine).filter(|&fine| fine > 0.0), of(coarse)) {
-                figures.push(Figure { name, fine, coarse });
+            match (of(fine), of(coarse)) {
+                (Some(fine), Some(coarse)) if fine > 0.0 => figures.push(Figure { name, fine, coarse }),
+                _ => {}
             }
         }
         Self { gib, hours, algorithm, granularity: coarse.granularity, figures }

@@ -1,6 +1,6 @@
 //! Text output of the results.
 
-use super::{Growth, RaceResult, Racer, Scaling, name};
+use super::{ForestPoint, Growth, RaceResult, Racer, Scaling, name};
 use crate::columns::table;
 use pagefold_engine::units::Bytes;
 use std::fmt;
@@ -95,7 +95,9 @@ impl Scaling {
         )?;
         let mut figures = Vec::new();
         for check in &self.granularity {
-            figures.extend(check.figures.iter().map(|figure| (check.algorithm, figure)));
+            for figure in &check.figures {
+                figures.push((check.algorithm, figure));
+            }
         }
         let rows = table(
             2,
@@ -131,7 +133,7 @@ impl Scaling {
             ],
         );
         writeln!(f, "{rows}\n")?;
-        let most = self.forests.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
+        let most = ForestPoint::largest_deviation(&self.forests);
         writeln!(f, "The largest deviation from the law is {most:.2} comparisons.\n")
     }
 }

@@ -153,7 +153,7 @@ impl PackedPage {
             huge: self.huge,
             digest: u128::from(self.digest[0]) << 64 | u128::from(self.digest[1]),
             parts: self.parts,
-            frame: self.framed.then_some(self.frame),
+            frame: if self.framed { Some(self.frame) } else { None },
         }
     }
 }
@@ -164,7 +164,8 @@ pub(super) const ABSENT: Page =
 impl PageTable {
     /// A page; `None` if absent.
     pub fn get(&self, page: Vpn) -> Option<Page> {
-        self.0.binary_search_by_key(&page, |kept| kept.page).ok().map(|at| self.0[at].now())
+        let at = self.0.binary_search_by_key(&page, |kept| kept.page).ok()?;
+        Some(self.0[at].now())
     }
 
     /// The pages, ascending.
@@ -190,7 +191,10 @@ impl PageTable {
     fn replace_with(&mut self, pages: &[(Vpn, Page)], mut report: impl FnMut(Vpn, Page)) {
         let former = std::mem::replace(&mut self.0, Vec::with_capacity(pages.len()));
         let mut former = former.iter().peekable();
-        for &(page, now) in pages.iter().filter(|(_, now)| now.state != PageState::Absent) {
+        for &(page, now) in pages {
+            if now.state == PageState::Absent {
+                continue;
+            }
             while let Some(gone) = former.next_if(|kept| kept.page < page) {
                 report(gone.page, ABSENT);
             }

@@ -53,9 +53,9 @@ impl RecordReader {
             return Err(RecordError::NotAFile { path });
         }
         seal::check(&mut file).map_err(|error| RecordError::of_seal(error, &path))?;
-        guarded(|| SerializedFileReader::new(file))
-            .map_err(|what| RecordError::Damaged { path: path.clone(), what })
-            .and_then(|file| Self::of(path, file))
+        let opened = guarded(|| SerializedFileReader::new(file));
+        let file = opened.map_err(|what| RecordError::Damaged { path: path.clone(), what })?;
+        Self::of(path, file)
     }
 
     fn of(path: PathBuf, file: SerializedFileReader<File>) -> Result<Self, RecordError> {

@@ -74,8 +74,8 @@ impl RecordWriter {
             .tempfile_in(directory)
             .and_then(|beside| Ok((beside.reopen()?, beside)));
         let (file, beside) = opened.map_err(|error| cannot_write(&path, &error))?;
-        let file = schema::columns()
-            .and_then(|columns| SerializedFileWriter::new(Sealing::new(file), columns, properties(origin)))
+        let columns = schema::columns().map_err(|error| cannot_write(&path, &error))?;
+        let file = SerializedFileWriter::new(Sealing::new(file), columns, properties(origin))
             .map_err(|error| cannot_write(&path, &error))?;
         let rows = Rows::default();
         let check = Check::default();

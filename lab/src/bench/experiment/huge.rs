@@ -155,7 +155,7 @@ fn put_bars(report: &mut ExperimentReport, layout: &str, split: &BTreeMap<String
     }
     if let (Some(&own), Some(&peer)) = (split.get(&ours), split.get(&everything)) {
         let name = format!("huge pages split relative to KSM scanning everything{layout}");
-        report.bar(name, Limit::AtMost(0.5), (peer > 0.0).then_some(own / peer));
+        report.bar(name, Limit::AtMost(0.5), if peer > 0.0 { Some(own / peer) } else { None });
     }
 }
 

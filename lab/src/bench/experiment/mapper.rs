@@ -56,9 +56,10 @@ fn start(setting: &ExperimentSetting<'_>, segment: Segment) -> anyhow::Result<Ta
 /// How many times the tenant mapped memory in each tenth of a second of a policy's runs.
 fn speeds(report: &ExperimentReport, policy: &str) -> Vec<u64> {
     let mut maps = Vec::new();
-    for run in report.runs.iter().filter(|run| run.policy == policy) {
-        if let Some((_, after)) = run.counters.first() {
-            maps.extend(&after.maps);
+    for run in &report.runs {
+        match run.counters.first() {
+            Some((_, after)) if run.policy == policy => maps.extend(&after.maps),
+            _ => {}
         }
     }
     maps

@@ -73,7 +73,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let kinds = kinds(&sizes, scratch.path())?;
     let mut instances = Vec::new();
     for kind in &kinds {
-        instances.extend((0..sizes.instances).map(|instance| (kind, instance)));
+        for instance in 0..sizes.instances {
+            instances.push((kind, instance));
+        }
     }
     report.parameters([("programs", instances.len() as u64)]);
 
@@ -233,7 +235,7 @@ impl DuplicateCount {
     }
 
     fn merged_share(self) -> Option<f64> {
-        (self.marked_present.0 > 0).then(|| self.merged.0 as f64 / self.marked_present.0 as f64)
+        if self.marked_present.0 > 0 { Some(self.merged.0 as f64 / self.marked_present.0 as f64) } else { None }
     }
 }
 

@@ -127,7 +127,7 @@ fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
     }
     let [first, .., last] = &points[..] else { return Ok(()) };
     let unmerged = points.iter().map(|point| point.lost).sum::<u64>() as f64;
-    let deviation = points.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
+    let deviation = ForestPoint::largest_deviation(&points);
     report.bar(metric::TREES_UNMERGED, Limit::AtMost(0.0), Some(unmerged));
     report.bar(metric::TREES_OFF_LAW, Limit::AtMost(0.6), Some(deviation));
     report.bar(metric::TREES_COMPARISONS, Limit::AtMost(0.5), Some(last.stable / first.stable));

@@ -164,7 +164,7 @@ impl Policy for KsmEverything {
             // The first scan can't merge anything.
             quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
             most = most.max(saved);
-            anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
+            anyhow::Ok(if quiet >= QUIET_SCANS { Some(()) } else { None })
         })?;
         control.stop()?;
         ensure!(done.is_some(), "KSM's savings still grow after {EVERYTHING_LIMIT:?}");

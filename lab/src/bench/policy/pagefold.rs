@@ -56,7 +56,7 @@ impl Policy for Pagefold {
             if let Some(enough) = self.enough {
                 is_done |= now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64;
             }
-            anyhow::Ok(is_done.then_some(()))
+            anyhow::Ok(if is_done { Some(()) } else { None })
         })?;
         Ok(())
     }

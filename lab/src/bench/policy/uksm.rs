@@ -24,7 +24,7 @@ impl Uksm {
     }
 
     fn at(root: &Path) -> Option<Self> {
-        root.is_dir().then(|| Self { root: root.to_owned() })
+        if root.is_dir() { Some(Self { root: root.to_owned() }) } else { None }
     }
 
     /// Runs UKSM with a governor. Dropping the result restores both files. Merged memory stays merged: UKSM has no

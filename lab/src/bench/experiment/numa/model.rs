@@ -154,7 +154,7 @@ fn below(random: u64, most: usize) -> usize {
 pub fn fairness(slowdowns: &[f64]) -> Option<f64> {
     let least = slowdowns.iter().copied().min_by(f64::total_cmp)?;
     let most = slowdowns.iter().copied().max_by(f64::total_cmp)?;
-    (most > 0.0).then(|| least / most)
+    if most > 0.0 { Some(least / most) } else { None }
 }
 
 /// The extra time of an access to each page, relative to one to the home node.
@@ -162,8 +162,12 @@ fn taxes(placed: &Placed, latencies: Latencies) -> Vec<f64> {
     let others = placed.distances.iter().enumerate().filter(|(node, _)| *node != placed.home);
     let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
     let of_node: Vec<f64> = placed.distances.iter().map(|&distance| latencies.tax(distance, nearest)).collect();
-    let nodes = placed.pages.chars().map(|digit| digit.to_digit(36).unwrap_or(u32::MAX) as usize);
-    nodes.map(|node| of_node.get(node).copied().unwrap_or(0.0)).collect()
+    let mut taxes = Vec::with_capacity(placed.pages.len());
+    for digit in placed.pages.chars() {
+        let node = digit.to_digit(36).unwrap_or(u32::MAX) as usize;
+        taxes.push(of_node.get(node).copied().unwrap_or(0.0));
+    }
+    taxes
 }
 
 #[cfg(test)]

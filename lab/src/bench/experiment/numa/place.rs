@@ -153,9 +153,11 @@ impl Stage<'_> {
                 before.pages.iter().all(|page| page.node == node.index),
                 "a program's memory is not on its node; check that every node has free memory"
             );
-            for page in during.pages.iter().filter(|page| page.merged) {
-                merged += 1;
-                frames.insert(page.frame);
+            for page in &during.pages {
+                if page.merged {
+                    merged += 1;
+                    frames.insert(page.frame);
+                }
             }
             run.programs.push(during.placed(node));
         }
@@ -216,7 +218,8 @@ impl PlacementSample {
         let mut entries = vec![0; usize::try_from(largest.pages().0)?];
         Pagemap::open(process)?.read(largest.first(), &mut entries)?;
         let mut found = Vec::with_capacity(entries.len());
-        for entry in entries.into_iter().map(PagemapEntry) {
+        for entry in entries {
+            let entry = PagemapEntry(entry);
             let Some(frame) = entry.pfn() else { continue };
             let node = nodes.index_of(frame, &keys).with_context(|| format!("frame {frame:#x} is on no node"))?;
             found.push(NodePage { frame, node, merged: !entry.file_or_shared() && !entry.exclusive() });
@@ -241,8 +244,8 @@ impl PlacementSample {
 
     fn placed(&self, node: &Node) -> Placed {
         let mut merged = vec![0; node.distances.len()];
-        for page in self.pages.iter().filter(|page| page.merged) {
-            merged[page.node] += 1;
+        for page in &self.pages {
+            merged[page.node] += u64::from(page.merged);
         }
         let pages = self.pages.iter().filter_map(|page| Placed::digit(page.node)).collect();
         Placed { home: node.index, distances: node.distances.clone(), merged, pages }
