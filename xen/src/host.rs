@@ -245,13 +245,11 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
         let guests = &self.guests;
         let owner = self.owner_keys.take(|key| guests.values().any(|guest| guest.owner.0 == key));
-        let trust = match self.trusts.iter().position(|trust| *trust == known.trust) {
-            Some(number) => number,
-            None => {
-                self.trusts.push(known.trust.clone());
-                self.trusts.len() - 1
-            }
-        };
+        let number = self.trusts.iter().position(|trust| *trust == known.trust);
+        let trust = number.unwrap_or(self.trusts.len());
+        if trust == self.trusts.len() {
+            self.trusts.push(known.trust.clone());
+        }
         Guest {
             owner: OwnerKey(owner),
             left_alone: refused,

@@ -252,7 +252,10 @@ fn what_the_file_denies_is_left_alone_whatever_the_command_line_selects() {
     let denied = format!("on the deny list ({name})");
     refused(&["scan"], 6, &denied);
     refused(&["run", "--dry-run", "--for", "2s"], 6, &denied);
-    fs::write(namespace.root().join("etc/pagefold/pagefold.toml"), "[deny]\nworkload = []\n").unwrap();
+    let file = namespace.root().join("etc/pagefold/pagefold.toml");
+    fs::write(&file, "[domains]\nby = \"user\"\nmerge = \"user:4321\"\n").unwrap();
+    refused(&["run", "--dry-run", "--for", "2s"], 6, "in trust domain user:0");
+    fs::write(&file, "[deny]\nworkload = []\n").unwrap();
     refused(&["scan"], 2, "unknown key 'workload' in [deny]");
 }
 

@@ -16,7 +16,7 @@ pub struct RunArgs {
     /// Read other options from this file
     ///
     /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with a
-    /// scope on the command line only what it denies]
+    /// scope on the command line only its sections deny and domains]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Stop after this time (60s, 5m, 2h)

@@ -103,14 +103,14 @@ impl Settings {
     }
 
     /// Makes the settings from the command line and this file, or from the command line alone. Even then a scope leaves
-    /// out what the default file denies.
+    /// out what the default file denies, and keeps to its trust domains.
     ///
     /// # Errors
     /// The same errors as in [`Self::of`].
     pub fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
         let in_file = match file {
             Some(file) => merged(&load(file)?),
-            None if args.scope != ScopeArgs::default() => denied_by_file()?,
+            None if args.scope != ScopeArgs::default() => bounds_of_file()?,
             None => Options::default(),
         };
         Self::of_options(args, file, in_file)
@@ -180,7 +180,7 @@ impl Settings {
 /// # Errors
 /// We can't trust or parse the file.
 pub fn deny_list_with(flags: &DenyFlags) -> Result<DenyList, Exit> {
-    Ok(deny_list(&denied_by_file()?, flags))
+    Ok(deny_list(&bounds_of_file()?, flags))
 }
 
 fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
@@ -189,15 +189,25 @@ fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
     flags.apply(DenyFlags(Box::new(in_file.clone())).apply(programs.denying(workloads)))
 }
 
-/// `[deny]` of the default file. It holds even if a scope on the command line replaces the rest of the file: whoever
-/// denied a program meant every run.
-fn denied_by_file() -> Result<Options, Exit> {
+/// `[deny]` and `[domains]` of the default file. They hold even if a scope on the command line replaces the rest of the
+/// file: whoever denied a program or set domains apart meant every run.
+fn bounds_of_file() -> Result<Options, Exit> {
     let default = Path::new(DEFAULT_FILE);
     if !default.exists() {
         return Ok(Options::default());
     }
-    let Options { programs, denied, allowed, denied_workloads, override_opt_outs, .. } = merged(&load(default)?);
-    Ok(Options { programs, denied, allowed, denied_workloads, override_opt_outs, ..Options::default() })
+    let file = merged(&load(default)?);
+    Ok(Options {
+        programs: file.programs,
+        denied: file.denied,
+        allowed: file.allowed,
+        denied_workloads: file.denied_workloads,
+        override_opt_outs: file.override_opt_outs,
+        domains_by: file.domains_by,
+        merged_domain: file.merged_domain,
+        domain_rules: file.domain_rules,
+        ..Options::default()
+    })
 }
 
 /// The options in one configuration file.
