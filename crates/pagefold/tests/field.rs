@@ -7,9 +7,13 @@
 //! | module | holds |
 //! | --- | --- |
 //! | `families` | prefork servers: masters with workers |
+//! | `runtimes` | programs whose runtime manages their memory: Java, Python, Go and JavaScript |
+//! | `servers` | databases and job runners |
 //! | `limits` | containers |
 //! | `figures` | what we say is saved, and who else uses KSM |
 //! | `selection` | programs that are hard to find, to ask or to merge |
+//!
+//! Where a test names issues, people have reported the setup there.
 //!
 //! 32-bit programs, upgraded programs beside strangers' ones, and processes that are left alone are in
 //! `tests/selection.rs`.
@@ -20,8 +24,12 @@ mod families;
 mod figures;
 #[path = "field/limits.rs"]
 mod limits;
+#[path = "field/runtimes.rs"]
+mod runtimes;
 #[path = "field/selection.rs"]
 mod selection;
+#[path = "field/servers.rs"]
+mod servers;
 
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -41,6 +49,31 @@ fn run(pids: &[i32]) -> Daemon {
 /// A program that holds this many MiB, with the same contents as any other one made here.
 fn program_with(mib: u64) -> Holder {
     Holder::with(mib * PAGES_PER_MIB, COMMON)
+}
+
+/// Where the programs are that these tests start.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/field");
+
+/// Asserts that the data of a program that checks it on request is as written.
+#[track_caller]
+fn assert_answers(program: &mut Script) {
+    program.say("check");
+    assert_eq!(program.line(), "intact");
+}
+
+/// The children of a process, and theirs. One may end while we look.
+fn descendants(pid: i32) -> Vec<i32> {
+    let mut found = Vec::new();
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return found };
+    for task in tasks.flatten() {
+        let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        for child in children.split_whitespace() {
+            let child = child.parse().unwrap();
+            found.push(child);
+            found.extend(descendants(child));
+        }
+    }
+    found
 }
 
 fn pids_of(programs: &[Holder]) -> Vec<i32> {

@@ -4,7 +4,7 @@ use crate::*;
 
 /// Waits until `status` is within 2 % of the truth. Its figure may be some seconds old.
 #[track_caller]
-fn assert_says(when: &str, saved: u64) {
+pub fn assert_says(when: &str, saved: u64) {
     let began = Instant::now();
     loop {
         let said = status()["saved_bytes"].as_u64();
