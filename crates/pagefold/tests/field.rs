@@ -8,8 +8,8 @@
 //! | --- | --- |
 //! | `families` | prefork servers: masters with workers |
 //! | `runtimes` | programs whose runtime manages their memory: Java, Python, Go and JavaScript |
-//! | `servers` | databases and job runners |
-//! | `limits` | containers |
+//! | `servers` | databases, search servers and job runners |
+//! | `hosts` | memory limits, and swap |
 //! | `figures` | what we say is saved, and who else uses KSM |
 //! | `selection` | programs that are hard to find, to ask or to merge |
 //!
@@ -22,14 +22,16 @@
 mod families;
 #[path = "field/figures.rs"]
 mod figures;
-#[path = "field/limits.rs"]
-mod limits;
+#[path = "field/hosts.rs"]
+mod hosts;
 #[path = "field/runtimes.rs"]
 mod runtimes;
 #[path = "field/selection.rs"]
 mod selection;
 #[path = "field/servers.rs"]
 mod servers;
+#[path = "integrity/swap.rs"]
+mod swap;
 
 use pagefold_testkit::*;
 use serde_json::Value;

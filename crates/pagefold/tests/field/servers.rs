@@ -1,4 +1,4 @@
-//! Databases and job runners.
+//! Databases, search servers and job runners.
 
 use crate::*;
 use std::fs;
@@ -124,6 +124,50 @@ fn backends_share_their_caches_beside_shared_buffers() {
     let daemon = run(&pids);
     assert_saves(unmerged, &pids, SAVABLE_MIB, 20);
     servers.iter_mut().for_each(assert_answers);
+    ksm.end(daemon, &pids);
+}
+
+/// elasticsearch #97975, ClickHouse #5369: a search server with nearly as many mappings as the kernel allows. Marking
+/// parts of its heap must not take the last ones.
+#[test]
+fn a_server_close_to_the_limit_of_mappings_can_still_map() {
+    /// So many parts of each heap have copies elsewhere, with others between them.
+    const PARTS: u64 = 30;
+    const PART_MIB: u64 = 2;
+    const PART: u64 = PART_MIB * PAGES_PER_MIB;
+    /// Only larger mappings are marked in part.
+    const HEAP: u64 = 1_100 * PAGES_PER_MIB;
+    /// How many mappings the server may still make, and how many it makes later.
+    const LEFT: usize = 40;
+    const LATER: usize = 30;
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let most: usize = fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    if most > 1 << 17 {
+        return skip_unsupported("vm.max_map_count is far above the kernel's default");
+    }
+    let mut servers = [(); 3].map(|()| Holder::start(HEAP));
+    for server in &mut servers {
+        let aligned = server.first.next_multiple_of(PART) - server.first;
+        for part in 0..PARTS {
+            let first = aligned + 2 * part * PART;
+            server.write(first, PART, COMMON + part * PART);
+            let own = u64::try_from(server.pid()).unwrap() << 32 | first;
+            server.write(first + PART, PART, own);
+        }
+    }
+    let pid = servers[0].pid();
+    let mappings = || fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().lines().count();
+    let files = most - mappings() - LEFT;
+    servers[0].ask(&format!("files {files}"));
+    let pids = pids_of(&servers);
+    let unmerged = held(&pids);
+    let daemon = run(&pids);
+    // The others have each other.
+    assert_saves(unmerged, &pids, PARTS * PART_MIB * 95 / 100, 60);
+    std::thread::sleep(Duration::from_secs(10));
+    println!("{} MiB saved, {} mappings", saved_mib(unmerged, &pids), mappings());
+    servers[0].ask(&format!("files {LATER}"));
+    assert!(servers.iter_mut().all(Holder::is_intact));
     ksm.end(daemon, &pids);
 }
 

@@ -1,7 +1,8 @@
-//! Containers that stay below their memory limits without pagefold.
+//! Memory limits, and swap.
 
+use crate::swap::Swap;
 use crate::*;
-use pagefold_testkit::limit::Limited;
+use pagefold_testkit::limit::{Limited, Reclaim};
 
 /// Each program holds this much memory, with the same contents.
 const MIB_EACH: u64 = 60;
@@ -13,6 +14,7 @@ const LEAST_PERCENT: u64 = 60;
 /// How long saving that much may take. The last part is merged extent by extent, each after two scans.
 const SECONDS: u64 = 60;
 
+/// Containers that stay below their limits without pagefold.
 #[test]
 fn containers_that_rewrite_their_memory_in_turn_live() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -56,4 +58,34 @@ fn containers_that_rewrite_their_memory_in_turn_live() {
     assert!(programs.iter_mut().all(Holder::is_intact));
     ksm.end(daemon, &pids);
     assert!(saved >= least, "{saved} MiB of {most}, which can be saved without a kill");
+}
+
+/// Guests on a host with zram, as Proxmox VE has them: a page that is swapped in is a copy again.
+#[test]
+fn guests_that_were_swapped_out_are_merged_again() {
+    const GUESTS: u64 = 3;
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(_swap) = Swap::on() else { return };
+    let Some(limited) = Limited::make() else { return };
+    let mut guests = Vec::new();
+    for _ in 0..GUESTS {
+        let mut guest = Holder::start(MIB_EACH * PAGES_PER_MIB);
+        limited.add(guest.pid());
+        guest.write(0, guest.pages, COMMON);
+        guests.push(guest);
+    }
+    let pids = pids_of(&guests);
+    let unmerged = held(&pids);
+    let daemon = run(&pids);
+    let least_mib = (GUESTS - 1) * MIB_EACH * 98 / 100;
+    assert_saves(unmerged, &pids, least_mib, 20);
+    let (before, reclaim) = (vmstat("pswpout"), Reclaim::start(&limited));
+    wait_until("half of them is swapped out", || vmstat("pswpout") - before > MIB_EACH * PAGES_PER_MIB / 2);
+    drop(reclaim);
+    // This reads all of it, and so swaps it in.
+    assert!(guests.iter_mut().all(Holder::is_intact));
+    println!("{} MiB saved when all is swapped in", saved_mib(unmerged, &pids));
+    assert_saves(unmerged, &pids, least_mib, 120);
+    assert!(guests.iter_mut().all(Holder::is_intact));
+    ksm.end(daemon, &pids);
 }
