@@ -13,11 +13,14 @@ use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::ksm_stat::KsmStat;
-use pagefold_procmem::maps::{VmaDetail, read_smaps};
+use pagefold_procmem::maps::{Names, VmaDetail, each_mapping, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
-use pagefold_procmem::process::ReadError;
+use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::Origin;
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::time::Instant;
 
 /// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
@@ -28,6 +31,13 @@ const PASS_NS: u64 = 250_000_000;
 /// If a process takes `SLOW_NS`, the processes of its user and its cgroup come last for `LAST_NS`, nanoseconds.
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
+
+/// If a process has at least `MANY_MAPPINGS`, we count them before we split some. We leave it `SPARE_MAPPINGS` for
+/// itself: without one to spare, its own mmap(2) fails.
+const MANY_MAPPINGS: usize = 4_096;
+const SPARE_MAPPINGS: usize = 1_024;
+/// The kernel's default of `vm.max_map_count`.
+const DEFAULT_MAPPINGS_MOST: usize = 65_530;
 
 /// The users and cgroups of slow processes, and until when their processes come last.
 #[derive(Debug, Default)]
@@ -64,6 +74,8 @@ struct CallBatch {
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<Part>,
+    /// How many mappings the calls add, because they split others.
+    splits: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -100,6 +112,7 @@ impl CallBatch {
             }
             let Some(unmark_step) = unmark_step else {
                 let bytes = to.address() - from.address();
+                self.splits += usize::from(from > first) + usize::from(to < end);
                 self.calls.push(Call::madvise(from.address(), bytes, libc::MADV_MERGEABLE));
                 self.parts.push(part);
                 if detail.anon_huge_kib > 0 {
@@ -174,6 +187,21 @@ pub(super) fn all_busy(changes: &[Change]) -> Vec<ChangeResult> {
     changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect()
 }
 
+/// How many more mappings a process may have.
+fn mappings_left(process: &Process, proc: &Path) -> Result<usize, ReadError> {
+    let most = fs::read(proc.join("sys/vm/max_map_count")).unwrap_or_default();
+    let most = String::from_utf8_lossy(&most).trim().parse().unwrap_or(DEFAULT_MAPPINGS_MOST);
+    let mut count: usize = 0;
+    let counted = each_mapping(process.open_file("maps")?, Names::Special, |_| {
+        count += 1;
+        ControlFlow::Continue(())
+    });
+    if counted.is_err() {
+        return Err(process.malformed("maps", "the mappings can't be counted"));
+    }
+    Ok(most.saturating_sub(count))
+}
+
 impl LiveHost {
     /// Marks or unmarks spans, batched by process.
     pub(super) fn change(
@@ -246,6 +274,23 @@ impl LiveHost {
         for &at in wanted {
             let span = changes.asked[at].span;
             work.add(at, span, target.is_whole(&span), &details, unmark_step);
+        }
+        if mark && work.splits > 0 && details.len() >= MANY_MAPPINGS {
+            let splits = work.splits;
+            let proc = self.rules.roots.proc.clone();
+            match target.read(move |process| Ok(mappings_left(process, &proc)? >= splits + SPARE_MAPPINGS)) {
+                Ok(true) => {}
+                Ok(false) => {
+                    changes.set(wanted.iter().copied(), Marking::Refused);
+                    let why = "marking parts of its memory could take the last mappings that vm.max_map_count allows";
+                    self.report_left_alone(pid, why.to_owned());
+                    return;
+                }
+                Err(_) => {
+                    changes.set(wanted.iter().copied(), Marking::Busy);
+                    return;
+                }
+            }
         }
         for &(start, end) in &work.huge {
             target.huge.record(start, end);
