@@ -161,6 +161,7 @@ impl Demo {
             scope: scope(&pids),
             deny: DenyFlags::default(),
             exact: true,
+            why: false,
             json: false,
             html: None,
             seed: None,

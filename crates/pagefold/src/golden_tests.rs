@@ -14,6 +14,9 @@ use crate::commands::scan::map::{Map, Shares, Stretch};
 use crate::commands::scan::report::{CgroupRow, Cost, GroupRow, KindRow, ProcessRow, ScanReport};
 use crate::commands::scan::sharing::Matrix;
 use crate::commands::scan::survey::LeftOut;
+use crate::commands::scan::why::cause::Cause;
+use crate::commands::scan::why::pair::{Class, Likeness, PairReport};
+use crate::commands::scan::why::{self, CauseRow, CommonFrames, OutOfReach, Row, Unknown, WhyReport};
 use crate::commands::status::groups::reason_of;
 use crate::commands::status::{self, Status};
 use crate::config::args::RunArgs;
@@ -619,4 +622,79 @@ fn a_scan_is_shown() {
     check("scan-host.txt", &scan::table::text(&host, Style::plain_text()));
     let nothing = ScanReport { exact: true, totals: Figures::default(), ..found };
     check("scan-nothing.txt", &scan::table::text(&nothing, Style::plain_text()));
+}
+
+/// A row of `scan --why` with some of everything.
+fn why_row(name: &str, processes: usize) -> Row {
+    let part = |cause, mib: u64| OutOfReach { cause, duplicate_bytes: mib << 20, unique_bytes: 1 << 20 };
+    Row {
+        name: name.to_owned(),
+        processes,
+        mapped_bytes: 1 << 30,
+        merged_bytes: 96 << 20,
+        mergeable_duplicate_bytes: 200 << 20,
+        mergeable_unique_bytes: 300 << 20,
+        out_of_reach: vec![
+            part(Cause::SharedMemory, 256),
+            part(Cause::Hugetlb, 64),
+            part(Cause::Userfaultfd, 32),
+            part(Cause::PageCache, 16),
+            part(Cause::Copies, 2),
+        ],
+        shared_by_fork_bytes: 30 << 20,
+        shared_by_file_bytes: 8 << 20,
+        unknown: vec![Unknown { reason: "swapped out".to_owned(), bytes: 15 << 20 }],
+        frames_in_common: CommonFrames { merged: 0, by_fork: 0, by_file: 2_048 },
+    }
+}
+
+#[test]
+fn the_reasons_why_nothing_is_shared_are_shown() {
+    let totals = why_row("total", 3);
+    let causes = totals.out_of_reach.iter().map(|part| CauseRow::of(part.cause)).collect();
+    let class = |likeness, pages| Class { likeness, pages };
+    let report = WhyReport {
+        schema: why::SCHEMA,
+        scope: "--pid 4001,4003".to_owned(),
+        exact: false,
+        sampled_fraction: 0.125,
+        error_bytes: 9 << 20,
+        totals,
+        rows: vec![why_row("4001 cloud-hypervisor", 1), why_row("4003 a-program-with-a-long-name", 1)],
+        causes,
+        pair: Some(PairReport {
+            pids: [4_001, 4_003],
+            pages: 8_192,
+            sampled_fraction: 0.03,
+            classes: vec![
+                class(Likeness::Pointers, 4_000),
+                class(Likeness::Same, 3_000),
+                class(Likeness::Shifted, 1_000),
+                class(Likeness::Incompressible, 192),
+            ],
+            differing_words: 90_000,
+            pointer_words: 88_000,
+            huge_pages: 512,
+        }),
+        cost: Cost::new(262_144, 340_000_000, 210_000_000),
+    };
+    check("why.txt", &why::words::text(&report, Style::plain_text()));
+    check("why.json", &json(&report).unwrap());
+    let isolated = Row { frames_in_common: CommonFrames::default(), ..report.totals.clone() };
+    let exact = WhyReport { exact: true, totals: isolated, pair: None, ..report };
+    let text = why::words::text(&exact, Style::plain_text());
+    check("why-isolated.txt", &text);
+    for line in text.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+}
+
+#[test]
+fn every_remedy_fits_a_terminal() {
+    for cause in Cause::ALL {
+        for (who, what) in cause.remedies() {
+            assert!(11 + who.len() + 2 + what.len() <= 80, "{who}: {what}");
+        }
+        assert!(11 + cause.name().len() <= 80);
+    }
 }

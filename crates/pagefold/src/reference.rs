@@ -118,6 +118,29 @@ pub const SCHEMAS: &[Schema] = &[
         ],
     },
     Schema {
+        name: "pagefold.why/1",
+        about: "Printed by pagefold scan --why --json. Frames are divided among their mappings and each of m equal pages counts as (m-1)/m of a duplicate, \
+                so sums are right; merged pages count once for each mapping",
+        fields: &[
+            ("schema, scope, exact, sampled_fraction", "As in pagefold.scan/1"),
+            ("error_bytes", "95 % margin of error of all duplicates together; 0 if exact"),
+            ("totals, rows[].name, rows[].processes", "All memory; that of a workload or program, or of a process if the scope names pids"),
+            ("totals.mapped_bytes", "The sum of all that follows"),
+            ("totals.merged_bytes, totals.mergeable_duplicate_bytes, totals.mergeable_unique_bytes", "Merged already; what merging would save, before metadata; the rest of mergeable memory"),
+            ("totals.out_of_reach[].cause, totals.out_of_reach[].duplicate_bytes, totals.out_of_reach[].unique_bytes", "Memory that nobody merges, by cause; what merging it would save; the rest"),
+            ("totals.shared_by_fork_bytes, totals.shared_by_file_bytes", "What sharing frames by fork, or by mapping the same file, saves"),
+            ("totals.unknown[].reason, totals.unknown[].bytes", "Memory that we couldn't read, or mustn't"),
+            ("totals.frames_in_common.merged, totals.frames_in_common.by_fork, totals.frames_in_common.by_file", "Frames that several rows map (in a row: this one and another). All 0: nothing is shared"),
+            ("causes[].cause, causes[].about, causes[].remedies", "The causes that occur, and what would change them"),
+            ("pair", "With two processes: how the second one's memory relates to the first one's"),
+            ("pair.pids, pair.pages, pair.sampled_fraction", "The processes; how many pages of like mappings were compared; their share"),
+            ("pair.classes[].likeness, pair.classes[].pages", "one_frame, same (place), zeros, elsewhere (an equal page), shifted (by bytes), pointers, counters (few other words differ), incompressible or unique; pages"),
+            ("pair.differing_words, pair.pointer_words", "Words that differ where few do; those that are addresses in both processes"),
+            ("pair.huge_pages", "Pages that either process maps by huge pages"),
+            ("cost", "As in pagefold.scan/1"),
+        ],
+    },
+    Schema {
         name: "pagefold.run/1",
         about: "Printed by pagefold run --json at its end",
         fields: &[

@@ -17,6 +17,13 @@ impl FrameFlags {
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
+    /// Not of a file on disk: anonymous, shared memory, or of a tmpfs.
+    pub const fn swap_backed(self) -> bool {
+        self.0 & (1 << 14) != 0
+    }
+    pub const fn hugetlb(self) -> bool {
+        self.0 & (1 << 17) != 0
+    }
     pub const fn ksm(self) -> bool {
         self.0 & (1 << 21) != 0
     }

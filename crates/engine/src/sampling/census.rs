@@ -174,12 +174,19 @@ impl Census {
 
     /// Removes a process that has just ended.
     pub fn remove_process(&mut self, process: u32) {
-        let cells = &mut self.cells;
-        self.pages.retain(|page| cells[index(page.cell)].process != process);
+        let cells: Vec<bool> = self.cells.iter().map(|cell| cell.process == process).collect();
+        self.remove_cells(&cells);
+    }
+
+    /// Empties the cells for which `removed` is true.
+    pub fn remove_cells(&mut self, removed: &[bool]) {
+        self.pages.retain(|page| !removed[index(page.cell)]);
         // We no longer know how many of the leading pages are sorted.
         self.sorted = 0;
-        for cell in cells.iter_mut().filter(|cell| cell.process == process) {
-            *cell = Cell { process, ..Cell::default() };
+        for (cell, &removed) in self.cells.iter_mut().zip(removed) {
+            if removed {
+                *cell = Cell { process: cell.process, ..Cell::default() };
+            }
         }
     }
 

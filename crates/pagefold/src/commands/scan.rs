@@ -8,6 +8,7 @@ pub mod scanner;
 pub mod sharing;
 pub mod survey;
 pub mod table;
+pub mod why;
 
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
@@ -41,7 +42,7 @@ use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use survey::{Survey, Surveyed};
+use survey::{Survey, Surveyed, Wanted};
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct ScanArgs {
@@ -52,7 +53,15 @@ pub struct ScanArgs {
     /// Read every page instead of a sample (slower, without a margin of error)
     #[arg(long)]
     pub exact: bool,
-    /// Print the result as JSON (schema pagefold.scan/1)
+    /// Say why memory is or isn't shared, and what would change that
+    ///
+    /// Divides all memory, also of files and out of KSM's reach, into merged, mergeable, duplicate but out of reach by
+    /// cause, already shared, and unknown. Two processes are also compared with each other, page by page, and by the
+    /// frames they share. Reads memory that scan leaves alone (locked, or kept out of core dumps) without keeping any
+    /// of it.
+    #[arg(long, conflicts_with = "html")]
+    pub why: bool,
+    /// Print the result as JSON (schema pagefold.scan/1, or pagefold.why/1)
     #[arg(long)]
     pub json: bool,
     /// Also write the result to this file, as a web page
@@ -67,6 +76,11 @@ pub struct ScanArgs {
 }
 
 pub fn run(args: &ScanArgs) -> Result<u8> {
+    if args.why {
+        let report = why::report(args)?;
+        output::print(args.json, &report, |style| why::words::text(&report, style))?;
+        return Ok(exit::OK);
+    }
     let report = scan(args)?;
     if let Some(path) = &args.html {
         page::write(path, &html::page(&report, &Origin::here()))?;
@@ -79,29 +93,51 @@ pub fn print(json: bool, report: &ScanReport) -> Result<()> {
     output::print(json, report, |style| table::text(report, style))
 }
 
-pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
-    preflight::see_cgroups();
-    // Without a scope we show the whole host.
-    let is_host = args.scope == ScopeArgs::default();
-    let scope = if is_host { ScopeArgs::all() } else { args.scope.clone() };
-    let scoped = scope.resolve()?;
-    let mut reader = reader()?;
-    let began_ns = own_cpu_ns();
-    let progress = Progress::new();
-    let all = scoped.len() as f64;
-    let mut done = 0.0;
-    let with_maps = args.html.is_some();
-    let deny = deny_list_with(&args.deny)?;
-    let survey = Survey::of(scoped, &deny, &mut reader, with_maps, || {
-        done += 1.0;
-        progress.show("reading page tables", Some(done / all));
-    })?;
-    refuse_if_nothing_is_left(&survey, &deny)?;
+/// A scan that has found its pages but read none.
+struct Prepared {
+    scope: ScopeArgs,
+    /// Whether this is the whole host, because no scope was given.
+    is_host: bool,
+    memory: ProcessMemory,
+    scanner: Scanner,
+}
 
-    let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
-    let contents = with_maps.then(|| sharing::Contents::new(&survey));
-    let mut memory = ProcessMemory { survey, reader, contents };
-    memory.read_merged(&mut scanner)?;
+impl Prepared {
+    fn of(args: &ScanArgs, wanted: Wanted) -> Result<Self> {
+        preflight::see_cgroups();
+        let is_host = args.scope == ScopeArgs::default();
+        let scope = if is_host { ScopeArgs::all() } else { args.scope.clone() };
+        let scoped = scope.resolve()?;
+        let mut reader = reader()?;
+        let began_ns = own_cpu_ns();
+        let progress = Progress::new();
+        let all = scoped.len() as f64;
+        let mut done = 0.0;
+        let deny = deny_list_with(&args.deny)?;
+        let survey = Survey::of(scoped, &deny, &mut reader, wanted, || {
+            done += 1.0;
+            progress.show("reading page tables", Some(done / all));
+        })?;
+        refuse_if_nothing_is_left(&survey, &deny)?;
+        let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
+        let contents = if wanted.causes { Contents::Present } else { Contents::All };
+        let mut memory = ProcessMemory {
+            how: ReadHow { contents, ..ReadHow::default() },
+            contents: wanted.maps.then(|| sharing::Contents::new(&survey)),
+            asked: vec![0; survey.cells.len()],
+            got: vec![0; survey.cells.len()],
+            survey,
+            reader,
+        };
+        memory.read_merged(&mut scanner)?;
+        Ok(Self { scope, is_host, memory, scanner })
+    }
+}
+
+pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
+    let with_maps = args.html.is_some();
+    let wanted = Wanted { maps: with_maps, causes: false };
+    let Prepared { scope, is_host, mut memory, mut scanner } = Prepared::of(args, wanted)?;
     let frames = memory.frames();
     let mut first = first_fraction(frames);
     if args.exact {
@@ -185,13 +221,15 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
 /// If there are at most this many pages (16 GiB), we read every one for the maps.
 const MAP_PAGES: f64 = 4_194_304.0;
 
-/// How we read contents: private, shared and merged pages alike.
-const CONTENTS: ReadHow = ReadHow { huge: false, contents: Contents::All, activity: false, unmarked: false };
-
 /// The memory of processes.
 struct ProcessMemory {
     survey: Survey,
     reader: PageReader,
+    /// Which contents we read.
+    how: ReadHow,
+    /// How many pages of each cell we meant to read, and how many we could.
+    asked: Vec<u64>,
+    got: Vec<u64>,
     /// For the web page's matrix of workloads.
     contents: Option<sharing::Contents>,
 }
@@ -224,6 +262,7 @@ impl Memory for ProcessMemory {
                 scanner.choose(region.number, first, pages, |first, pages, run| {
                     runs.push((first, pages));
                     places.push(RunPlace { cell: region.cell, run });
+                    self.asked[index(region.cell)] += u64::from(pages);
                 });
             }
         }
@@ -232,12 +271,13 @@ impl Memory for ProcessMemory {
         let contents = &mut self.contents;
         let number_of_process = u32::try_from(number).unwrap_or(u32::MAX);
         let mut at = 0;
-        let read = self.reader.read_runs(&process.scoped.process, &runs, CONTENTS, |view| {
+        let read = self.reader.read_runs(&process.scoped.process, &runs, self.how, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
                 at += 1;
             }
             let RunPlace { cell, run } = places[at];
             let Some(bytes) = view.bytes else { return };
+            self.got[index(cell)] += 1;
             let digest = scanner.digest(bytes);
             match (view.state, view.frame) {
                 (PageState::Private, _) => {
@@ -284,7 +324,7 @@ impl ProcessMemory {
                 continue;
             }
             let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
-            let read = self.reader.read_runs(&process.scoped.process, &runs, CONTENTS, |view| {
+            let read = self.reader.read_runs(&process.scoped.process, &runs, self.how, |view| {
                 if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
                     let digest = scanner.digest(bytes);
                     scanner.census.add_merged(digest);

@@ -117,7 +117,9 @@ impl Batch {
         how: ReadHow,
     ) -> Result<(), ReadError> {
         self.find(files, frames, how)?;
-        self.read_private(files.pid)?;
+        if how.contents != Contents::Present {
+            self.read_private(files.pid)?;
+        }
         self.read_shared(files, process, how.contents)?;
         files.check()
     }
@@ -247,6 +249,10 @@ impl Batch {
                 // Some kernels show the huge zero page as a page of a file, so with `huge` we look up the flags of such
                 // pages.
                 let file = entry.file_or_shared();
+                if file && how.contents == Contents::Present {
+                    slot.state = PageState::Shared;
+                    continue;
+                }
                 if file && (entry.exclusive() || !how.huge) {
                     continue;
                 }
@@ -312,7 +318,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Reads the merged and shared pages that are wanted, adjacent ones together, without pinning them.
+    /// Reads the wanted pages that aren't private, or all of them, adjacent ones together, without pinning them.
     pub(super) fn read_shared(
         &mut self,
         files: &mut Files,

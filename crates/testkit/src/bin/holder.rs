@@ -11,7 +11,8 @@
 //!
 //! These commands change its identity, or how it uses its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `pin
 //! FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all of
-//! its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `dumpable 0|1`, `user ID`
+//! its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `shared PAGES
+//! CONTENT` and `hugetlb PAGES CONTENT` (another mapping, of a memfd or of hugetlb pages, with ascending contents), `dumpable 0|1`, `user ID`
 //! (and group; stays dumpable), `group ID`, `sleep` (uninterruptibly, for ever) and `exec PAGES PROGRAM` (the new
 //! program, a copy of this one, answers with its first page).
 
@@ -110,6 +111,16 @@ fn main() {
             }
             ("files", &[count]) => {
                 map_files(count);
+                0
+            }
+            ("shared", &[pages, content]) => {
+                // SAFETY: the name ends with a zero.
+                let file = unsafe { libc::memfd_create(c"guest".as_ptr(), libc::MFD_CLOEXEC) };
+                map_more(pages, content, libc::MAP_SHARED, file);
+                0
+            }
+            ("hugetlb", &[pages, content]) => {
+                map_more(pages, content, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB, -1);
                 0
             }
             ("register", [_, _]) => {
@@ -281,6 +292,23 @@ fn map(start: *mut libc::c_void, length: usize, path: &str) {
     // SAFETY: exactly our own mapping, and nobody uses a reference to it during the call.
     let mapped = unsafe { libc::mmap(start, length, access, flags, file.as_raw_fd(), 0) };
     assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
+}
+
+/// Maps more memory, which we never unmap, and gives its pages ascending contents.
+fn map_more(pages: u64, content: u64, flags: i32, file: i32) {
+    let length = usize::try_from(pages).expect("a length") * PAGE;
+    // SAFETY: a fresh mapping, checked for failure, that nobody else uses. The kernel zeroes it.
+    let bytes = unsafe {
+        if file >= 0 {
+            assert_eq!(libc::ftruncate(file, i64::try_from(length).expect("a length")), 0);
+        }
+        let start = libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ | libc::PROT_WRITE, flags, file, 0);
+        assert_ne!(start, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+        std::slice::from_raw_parts_mut(start.cast::<u8>(), length)
+    };
+    for (page, number) in bytes.chunks_exact_mut(PAGE).zip(0..) {
+        fill(page, content + number);
+    }
 }
 
 /// Maps `count` parts of a file that aren't adjacent in it, so that the kernel can't join the mappings.

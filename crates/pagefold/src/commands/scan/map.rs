@@ -131,7 +131,12 @@ mod tests {
     use super::*;
 
     fn region(runs: &[(u64, u32)]) -> Region {
-        Region { number: 0, cell: 0, runs: runs.iter().map(|&(first, pages)| (Vpn(first), pages)).collect() }
+        Region {
+            number: 0,
+            cell: 0,
+            is_read: true,
+            runs: runs.iter().map(|&(first, pages)| (Vpn(first), pages)).collect(),
+        }
     }
 
     #[test]

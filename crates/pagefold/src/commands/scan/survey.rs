@@ -6,6 +6,7 @@
 //! once, among the pages of its first holder.
 
 use super::map::{self, Part};
+use super::why::cause::{Cause, Causes};
 use anyhow::Result;
 use pagefold_engine::host::PageState;
 use pagefold_engine::sampling::census::Cell;
@@ -29,9 +30,22 @@ pub struct Survey {
     pub cells: Vec<Cell>,
     /// Each cell's kind.
     pub kinds: Vec<RegionKind>,
+    /// Why each cell's memory is out of reach, if it is.
+    pub causes: Vec<Option<Cause>>,
     /// Frames shared through fork, in ascending order. A frame is listed once for each page table entry that maps it,
     /// with the cell of that page.
     shared: Vec<(u64, u32)>,
+    /// All frames that several page table entries share, if we look for causes, in ascending order.
+    pub joint: Vec<Joint>,
+}
+
+/// What we look for beside mergeable memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wanted {
+    /// The parts of maps.
+    pub maps: bool,
+    /// Memory out of reach, with the causes.
+    pub causes: bool,
 }
 
 #[derive(Debug)]
@@ -40,6 +54,8 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
+    /// Memory that we can't look at, by reason, if we look for causes.
+    pub unseen: Vec<LeftOut>,
     /// Pinned pages. We don't know which ones they are.
     pub pinned: Pages,
     /// Whether the process ended during the scan, or we couldn't read it any more.
@@ -119,27 +135,32 @@ pub struct Region {
     /// A number that is unique in the survey.
     pub number: u32,
     pub cell: u32,
+    /// Whether we may read its contents.
+    pub is_read: bool,
     /// Runs of pages to sample. A frame shared through fork is only in the runs of its first holder.
     pub runs: Vec<(Vpn, u32)>,
 }
 
 /// A page whose frame several page table entries share.
 #[derive(Clone, Copy, Debug)]
-struct Joint {
-    frame: u64,
-    merged: bool,
-    process: u32,
+pub struct Joint {
+    pub frame: u64,
+    pub merged: bool,
+    pub process: u32,
     /// Index of the region in its process.
-    region: u32,
+    pub region: u32,
     page: Vpn,
 }
+
+/// Memory of one kind that is out of reach for one cause, or for none.
+type CellKey = (RegionKind, Option<Cause>);
 
 impl Survey {
     pub fn of(
         scoped: Vec<ProcessInfo>,
         deny: &DenyList,
         reader: &mut PageReader,
-        with_maps: bool,
+        wanted: Wanted,
         mut progress: impl FnMut(),
     ) -> Result<Self> {
         let mut survey = Self::default();
@@ -150,6 +171,7 @@ impl Survey {
                 scoped,
                 excluded: Vec::new(),
                 refused: None,
+                unseen: Vec::new(),
                 pinned: Pages(0),
                 gone: false,
                 regions: Vec::new(),
@@ -159,8 +181,8 @@ impl Survey {
             };
             let cells_before = survey.cells.len();
             let joint_before = joint.len();
-            match survey.add(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
-                Ok(()) if with_maps => {
+            match survey.add(&mut surveyed, deny, reader, wanted.causes, &mut joint, &mut numbers) {
+                Ok(()) if wanted.maps => {
                     let others = joint[joint_before..].iter().map(|joint: &Joint| (joint.page, joint.region));
                     surveyed.parts = map::parts(&surveyed.regions, others);
                 }
@@ -170,13 +192,17 @@ impl Survey {
                     surveyed.regions.clear();
                     survey.cells.truncate(cells_before);
                     survey.kinds.truncate(cells_before);
+                    survey.causes.truncate(cells_before);
                     joint.truncate(joint_before);
                 }
             }
             survey.processes.push(surveyed);
             progress();
         }
-        survey.settle(joint);
+        survey.settle(&mut joint);
+        if wanted.causes {
+            survey.joint = joint;
+        }
         Ok(survey)
     }
 
@@ -185,6 +211,7 @@ impl Survey {
         surveyed: &mut Surveyed,
         deny: &DenyList,
         reader: &mut PageReader,
+        with_causes: bool,
         joint: &mut Vec<Joint>,
         numbers: &mut u32,
     ) -> Result<(), ReadError> {
@@ -197,41 +224,75 @@ impl Survey {
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.add(LeftOut::of(refused, kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
             surveyed.excluded = left_out.by_size();
+            surveyed.unseen.clone_from(&surveyed.excluded);
             return Ok(());
         }
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
         let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
-        let mut cells: BTreeMap<RegionKind, u32> = BTreeMap::new();
+        let mut cells: BTreeMap<CellKey, u32> = BTreeMap::new();
+        let mut unseen = LeftOutByReason::default();
         let details = read_smaps(process)?;
         let mut pinned_kib = pinned_kib(&details, &surveyed.scoped.status);
         for detail in details {
-            if let Some(exclusion) = vma_exclusion(&detail) {
+            let exclusion = vma_exclusion(&detail);
+            let causes = match &exclusion {
+                exclusion if with_causes => Causes::of(&detail, exclusion.as_ref()),
+                Some(_) => None,
+                None => Some(Causes::default()),
+            };
+            if let Some(exclusion) = &exclusion {
                 let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
-                if exclusion == Exclusion::Pinned {
+                if *exclusion == Exclusion::Pinned {
                     pinned_kib = pinned_kib.saturating_sub(kib);
                 }
-                if kib > 0 && exclusion != Exclusion::NothingAnonymous {
-                    left_out.add(LeftOut::of(&exclusion, kib << 10, 1));
+                if kib > 0 && *exclusion != Exclusion::NothingAnonymous {
+                    let more = LeftOut::of(exclusion, kib << 10, 1);
+                    if causes.is_none() {
+                        unseen.add(more.clone());
+                    }
+                    left_out.add(more);
                 }
-                continue;
             }
-            let cell = *cells.entry(kind_of(&detail.vma, &program)).or_insert_with_key(|kind| {
-                self.cells.push(Cell { process: owner, ..Cell::default() });
-                self.kinds.push(*kind);
-                u32::try_from(self.cells.len() - 1).unwrap_or(u32::MAX)
-            });
-            *numbers += 1;
+            let Some(causes) = causes else { continue };
             let pages = u32::try_from(detail.vma.pages().0).unwrap_or(u32::MAX);
             surveyed.ranges.push((detail.vma.first(), pages));
-            let region = u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX);
-            let runs = pages_of(process, &detail, reader, |frame, merged, page| {
-                joint.push(Joint { frame, merged, process: owner, region, page });
-            })?;
-            let facts = &mut self.cells[cell as usize];
-            facts.private += Pages(runs.iter().map(|&(_, pages)| u64::from(pages)).sum());
-            facts.swapped += Pages(detail.swap_kib / 4);
-            surveyed.regions.push(Region { number: *numbers, cell, runs });
+            let found = pages_of(process, &detail, reader, causes.file.is_some())?;
+            let mut file_cause = causes.file;
+            if let Some(frame) = found.file_frame
+                && reader
+                    .is_swap_backed(frame)
+                    .map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))?
+            {
+                file_cause = file_cause.map(Cause::in_memory);
+            }
+            let kind = kind_of(&detail.vma, &program);
+            let has_swapped_file = detail.vma.perms.shared;
+            for (is_file, cause, runs) in [(false, causes.anonymous, found.private), (true, file_cause, found.file)] {
+                let shared = found.joint.iter().filter(|page| page.is_file == is_file);
+                let swapped = if is_file == has_swapped_file { detail.swap_kib / 4 } else { 0 };
+                if (with_causes || is_file) && runs.is_empty() && swapped == 0 && shared.clone().next().is_none() {
+                    continue;
+                }
+                let cell = self.cell(&mut cells, owner, (kind, cause));
+                let facts = &mut self.cells[cell as usize];
+                facts.private += Pages(runs.iter().map(|&(_, pages)| u64::from(pages)).sum());
+                facts.swapped += Pages(swapped);
+                let region = u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX);
+                for page in shared {
+                    joint.push(Joint {
+                        frame: page.frame,
+                        merged: page.merged,
+                        process: owner,
+                        region,
+                        page: page.page,
+                    });
+                }
+                *numbers += 1;
+                let is_read = cause.is_none_or(Cause::is_read);
+                surveyed.regions.push(Region { number: *numbers, cell, is_read, runs });
+            }
         }
+        surveyed.unseen = unseen.by_size();
         if pinned_kib > 0 {
             left_out.add(LeftOut::of(&Exclusion::Pinned, pinned_kib << 10, 0));
             surveyed.pinned = Pages(pinned_kib / 4);
@@ -240,8 +301,18 @@ impl Survey {
         Ok(())
     }
 
+    /// The cell of one process for this kind of memory.
+    fn cell(&mut self, cells: &mut BTreeMap<CellKey, u32>, process: u32, key: CellKey) -> u32 {
+        *cells.entry(key).or_insert_with(|| {
+            self.cells.push(Cell { process, ..Cell::default() });
+            self.kinds.push(key.0);
+            self.causes.push(key.1);
+            u32::try_from(self.cells.len() - 1).unwrap_or(u32::MAX)
+        })
+    }
+
     /// Divides joint frames among their holders, and decides in which process we read each frame.
-    fn settle(&mut self, mut joint: Vec<Joint>) {
+    fn settle(&mut self, joint: &mut [Joint]) {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
             let part = 1.0 / holders.len() as f64;
@@ -274,7 +345,13 @@ impl Survey {
         }
         for process in &mut self.processes {
             process.merged.sort_unstable();
-            process.regions.iter_mut().for_each(|region| join(&mut region.runs));
+            for region in &mut process.regions {
+                if region.is_read {
+                    join(&mut region.runs);
+                } else {
+                    region.runs.clear();
+                }
+            }
         }
     }
 
@@ -305,47 +382,60 @@ impl Survey {
     }
 }
 
-/// Walks one mapping and returns the runs of its private pages. Reports the joint pages, each with its frame and
-/// whether it's merged.
+/// The pages of a mapping.
+#[derive(Debug, Default)]
+struct MappedPages {
+    /// Runs of private pages.
+    private: Vec<(Vpn, u32)>,
+    /// Runs of file pages that only this mapping maps.
+    file: Vec<(Vpn, u32)>,
+    /// The frame of a file page.
+    file_frame: Option<u64>,
+    joint: Vec<JointPage>,
+}
+
+/// A page whose frame others map, too.
+#[derive(Clone, Copy, Debug)]
+struct JointPage {
+    page: Vpn,
+    frame: u64,
+    merged: bool,
+    is_file: bool,
+}
+
+/// Walks one mapping. We look at pages of files only if they're wanted.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,
     reader: &mut PageReader,
-    mut joint: impl FnMut(u64, bool, Vpn),
-) -> Result<Vec<(Vpn, u32)>, ReadError> {
-    let first = detail.vma.first();
-    let pages = detail.vma.pages();
-    // We first find the populated parts of a mostly empty reservation, since pagemap writes eight bytes for every page.
-    let mut stretches = Vec::new();
-    if pages.0 / 4 > detail.rss_kib / 4 && pages.0 > 65536 {
-        reader.resident_runs(process, first, pages, &mut stretches)?;
-    } else {
-        let mut from = 0;
-        while from < pages.0 {
-            let length = u32::try_from(pages.0 - from).unwrap_or(u32::MAX);
-            stretches.push((first + from, length));
-            from += u64::from(length);
-        }
-    }
-    let mut private: Vec<(Vpn, u32)> = Vec::new();
+    with_file: bool,
+) -> Result<MappedPages, ReadError> {
+    let mut found = MappedPages::default();
     let mut others: Vec<(Vpn, u32)> = Vec::new();
-    for (start, length) in stretches {
-        reader.walk(process, start, Pages(u64::from(length)), |page, entry| {
-            if entry.private() {
-                extend(&mut private, page);
-            } else if entry.present() && !entry.file_or_shared() {
-                extend(&mut others, page);
+    reader.walk(process, detail.vma.first(), detail.vma.pages(), |page, entry| {
+        if entry.private() {
+            extend(&mut found.private, page);
+        } else if !entry.present() {
+        } else if !entry.file_or_shared() {
+            extend(&mut others, page);
+        } else if with_file && let Some(frame) = entry.pfn() {
+            found.file_frame = Some(frame);
+            if entry.exclusive() {
+                extend(&mut found.file, page);
+            } else {
+                found.joint.push(JointPage { page, frame, merged: false, is_file: true });
             }
-        })?;
-    }
+        }
+    })?;
     // We needn't read contents, as the frame's flags tell a merged page from a shared one.
     let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
-    reader.read_runs(process, &others, how, |view| match (view.state, view.frame) {
-        (PageState::Merged, Some(frame)) => joint(frame, true, view.page),
-        (PageState::Shared, Some(frame)) => joint(frame, false, view.page),
-        _ => {}
+    reader.read_runs(process, &others, how, |view| {
+        if let (PageState::Merged | PageState::Shared, Some(frame)) = (view.state, view.frame) {
+            let merged = view.state == PageState::Merged;
+            found.joint.push(JointPage { page: view.page, frame, merged, is_file: false });
+        }
     })?;
-    Ok(private)
+    Ok(found)
 }
 
 fn extend(runs: &mut Vec<(Vpn, u32)>, page: Vpn) {

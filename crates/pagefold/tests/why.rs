@@ -1,0 +1,200 @@
+//! `pagefold scan --why` on processes that were thought to share memory.
+
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::*;
+use serde_json::Value;
+use std::fs;
+
+/// Each set-up has this much memory in common.
+const COMMON: u64 = 16;
+const PAGES: u64 = COMMON * PAGES_PER_MIB;
+
+/// Reserves hugetlb pages of 2 MiB, and returns them when dropped.
+struct HugetlbPages(String);
+
+const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugetlbPages {
+    /// `None` if the kernel can't find so many.
+    fn reserve(pages: u64) -> Option<Self> {
+        let before = fs::read_to_string(RESERVED).ok()?.trim().to_owned();
+        let reserved = Self(before.clone());
+        let wanted = before.parse::<u64>().ok()? + pages;
+        fs::write(RESERVED, wanted.to_string()).ok()?;
+        let found = fs::read_to_string(RESERVED).ok()?.trim().parse::<u64>().ok()?;
+        (found >= wanted).then_some(reserved)
+    }
+}
+
+impl Drop for HugetlbPages {
+    fn drop(&mut self) {
+        let _ = fs::write(RESERVED, &self.0);
+    }
+}
+
+/// Two processes whose memory has the same contents.
+fn twins(content: u64) -> [Holder; 2] {
+    [(); 2].map(|()| Holder::with(PAGES, content))
+}
+
+/// The fields of smaps_rollup that a scan mustn't change.
+fn sizes(pids: &[i32]) -> Vec<[u64; 3]> {
+    let size = |pid: &i32| ["Rss", "Pss_Anon", "Pss_Shmem"].map(|name| kib(&format!("/proc/{pid}/smaps_rollup"), name));
+    pids.iter().map(size).collect()
+}
+
+fn why(pids: &[i32], more: &[&str]) -> Value {
+    json_of(&with_pids(&["scan", "--why"], pids, more))
+}
+
+#[track_caller]
+fn assert_within_a_tenth(bytes: u64, name: &str) {
+    assert!(bytes.abs_diff(COMMON * MIB) <= COMMON * MIB / 10, "{name}: {bytes}");
+}
+
+fn duplicates(report: &Value, cause: &str) -> u64 {
+    let parts = report["totals"]["out_of_reach"].as_array().unwrap();
+    parts.iter().find(|part| part["cause"] == cause).map_or(0, |part| part["duplicate_bytes"].as_u64().unwrap())
+}
+
+#[test]
+fn each_set_up_is_named_with_its_cause_and_amount() {
+    if !can_read_pages() {
+        return;
+    }
+    let files = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut all = Vec::new();
+    let mut shared = [(); 2].map(|()| Holder::start(1));
+    for holder in &mut shared {
+        holder.ask(&format!("shared {PAGES} {}", 1_u64 << 40));
+    }
+    let hugetlb = HugetlbPages::reserve(COMMON);
+    if hugetlb.is_some() {
+        let mut holders = [(); 2].map(|()| Holder::start(1));
+        for holder in &mut holders {
+            holder.ask(&format!("hugetlb {PAGES} {}", 2_u64 << 40));
+        }
+        all.extend(holders);
+    } else {
+        skip_unsupported("not enough contiguous memory for hugetlb pages");
+    }
+    let mut registered = twins(3 << 40);
+    for holder in &mut registered {
+        holder.ask(&format!("register 0 {PAGES}"));
+    }
+    let mut mapped = [(); 2].map(|()| Holder::start(PAGES));
+    let mut contents = vec![0; usize::try_from(COMMON * MIB).unwrap()];
+    for (page, number) in contents.chunks_exact_mut(4096).zip(0..) {
+        holder::fill(page, (4 << 40) + number);
+    }
+    for (holder, name) in mapped.iter_mut().zip(["one", "other"]) {
+        let path = files.path().join(name);
+        fs::write(&path, &contents).unwrap();
+        holder.ask(&format!("map {}", path.display()));
+        holder.ask(&format!("advise 0 {PAGES} {}", libc::MADV_POPULATE_READ));
+    }
+    let mut locked = twins(5 << 40);
+    for holder in &mut locked {
+        holder.ask(&format!("lock 0 {PAGES}"));
+    }
+    let mut parent = Holder::with(PAGES, 6 << 40);
+    let child = parent.fork();
+    let mergeable = twins(7 << 40);
+
+    all.extend(shared.into_iter().chain(registered).chain(mapped).chain(locked).chain(mergeable));
+    all.push(parent);
+    let mut pids: Vec<i32> = all.iter().map(Holder::pid).collect();
+    pids.push(child);
+    let before = sizes(&pids);
+    for more in [&[][..], &["--exact"], &["--seed", "1"]] {
+        let report = why(&pids, more);
+        assert_eq!(report["schema"], "pagefold.why/1");
+        for cause in ["shared_memory", "userfaultfd", "page_cache", "locked"] {
+            assert_within_a_tenth(duplicates(&report, cause), cause);
+        }
+        if hugetlb.is_some() {
+            assert_within_a_tenth(duplicates(&report, "hugetlb"), "hugetlb");
+        }
+        let totals = &report["totals"];
+        assert_within_a_tenth(totals["shared_by_fork_bytes"].as_u64().unwrap(), "fork");
+        // The programs' own heaps and data are mergeable, too.
+        let mergeable = totals["mergeable_duplicate_bytes"].as_u64().unwrap();
+        assert!((COMMON * MIB..(COMMON + 6) * MIB).contains(&mergeable), "{mergeable}");
+        let causes: Vec<&str> =
+            report["causes"].as_array().unwrap().iter().map(|row| row["cause"].as_str().unwrap()).collect();
+        assert!(causes.contains(&"shared_memory"), "{causes:?}");
+        assert_eq!(report["rows"].as_array().unwrap().len(), pids.len());
+    }
+    assert_eq!(sizes(&pids), before, "the scan has changed what the processes hold");
+    assert!(all.iter_mut().all(Holder::is_intact));
+}
+
+#[test]
+fn two_processes_are_compared_page_by_page() {
+    if !can_read_pages() {
+        return;
+    }
+    let quarter = PAGES / 4;
+    let mut holders = [(); 2].map(|()| Holder::start(PAGES));
+    for (holder, number) in holders.iter_mut().zip(1..) {
+        // A quarter each: equal at the same place, alike but for one word, equal in reverse order, unique.
+        holder.write(0, quarter, 1 << 40);
+        holder.change(Change::Write {
+            first: quarter,
+            pages: quarter,
+            content: holder::ALIKE | number * 1_000,
+            step: 2_000,
+        });
+        for page in 0..quarter {
+            let place = if number == 1 { page } else { quarter - 1 - page };
+            holder.write(2 * quarter + place, 1, (2 << 40) + page);
+        }
+        holder.write(3 * quarter, quarter, (2 + number) << 50);
+    }
+    let pids = holders.each_ref().map(Holder::pid);
+    let report = why(&pids, &["--exact"]);
+    let pair = &report["pair"];
+    let pages = |likeness: &str| {
+        let classes = pair["classes"].as_array().unwrap();
+        classes.iter().find(|class| class["likeness"] == likeness).map_or(0, |class| class["pages"].as_u64().unwrap())
+    };
+    // The programs' own heaps and stacks differ a little.
+    for (likeness, expected) in [("same", quarter), ("counters", quarter), ("elsewhere", quarter)] {
+        assert!(pages(likeness).abs_diff(expected) <= quarter / 10, "{likeness}: {pair}");
+    }
+    assert!(pages("incompressible") + pages("unique") >= quarter, "{pair}");
+    assert!(pages("one_frame") > 0, "both map the same files: {pair}");
+    let common = &report["totals"]["frames_in_common"];
+    assert_eq!((&common["merged"], &common["by_fork"]), (&0.into(), &0.into()), "{common}");
+    assert!(common["by_file"].as_u64().unwrap() > 0, "{common}");
+
+    let child = holders[0].fork();
+    let report = why(&[pids[0], child], &[]);
+    let common = &report["totals"]["frames_in_common"];
+    assert!(common["by_fork"].as_u64().unwrap() >= PAGES, "{common}");
+}
+
+#[test]
+fn copies_of_the_program_share_no_frame_of_their_own() {
+    if !can_read_pages() {
+        return;
+    }
+    // Statically linked programs from different files have nothing in common but what their kernel gives them.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let holders = ["one", "other"].map(|name| {
+        let copy = folder.path().join(name);
+        fs::copy("/bin/busybox", &copy).ok()?;
+        Some(std::process::Command::new(copy).args(["sleep", "1000"]).spawn().unwrap())
+    });
+    let [Some(one), Some(other)] = holders else {
+        return skip("busybox-static is not installed");
+    };
+    let children = [one, other].map(OwnedChild);
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    let pids = children.each_ref().map(|child| i32::try_from(child.0.id()).unwrap());
+    let report = why(&pids, &[]);
+    let common = &report["totals"]["frames_in_common"];
+    for kind in ["merged", "by_fork", "by_file"] {
+        assert_eq!(common[kind], 0, "{common}");
+    }
+}
