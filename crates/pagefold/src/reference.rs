@@ -137,7 +137,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("pair.classes[].likeness, pair.classes[].pages", "one_frame, same (place), zeros, elsewhere (an equal page), shifted (by bytes), pointers, counters (few other words differ), incompressible or unique; pages"),
             ("pair.differing_words, pair.pointer_words", "Words that differ where few do; those that are addresses in both processes"),
             ("pair.huge_pages", "Pages that either process maps by huge pages"),
-            ("cost", "As in pagefold.scan/1"),
+            ("cost.pages_read, cost.cpu_seconds, cost.ns_per_page, cost.reading_ns_per_page", "As in pagefold.scan/1"),
         ],
     },
     Schema {

@@ -25,8 +25,8 @@ use std::collections::BTreeMap;
 
 pub const SCHEMA: &str = "pagefold.why/1";
 
-/// If there are at most this many pages (1 GiB), we read every one; else at least so many.
-const READ_AT_LEAST: f64 = 262_144.0;
+/// If there are at most this many pages (512 MiB), we read every one; else at least so many.
+const READ_AT_LEAST: f64 = 131_072.0;
 
 /// The result (schema pagefold.why/1). `reference.rs` explains the fields.
 #[derive(Clone, Debug, Serialize)]

@@ -118,7 +118,7 @@ impl Cause {
             Self::SharedMemory => &[
                 ("QEMU", "share=off (memory-backend-memfd has share=on by default)"),
                 ("libvirt", "<source type='anonymous'/>, no <access mode='shared'/>"),
-                ("Cloud Hypervisor", "shared=off,mergeable=on; no vhost-user, no virtio-fs"),
+                ("Cloud Hypervisor", "shared=off,mergeable=on; no vhost-user, virtio-fs"),
                 ("Firecracker", "no vhost-user drives"),
                 ("Kata", "shared_fs = \"none\" or another without virtio-fs"),
                 ("gVisor", "nothing: a sandbox's memory is one memfd"),
