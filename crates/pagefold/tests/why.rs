@@ -182,7 +182,9 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
     // Statically linked programs from different files have nothing in common but what their kernel gives them.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let holders = ["one", "other"].map(|name| {
-        let copy = folder.path().join(name);
+        // Busybox goes by its name.
+        fs::create_dir(folder.path().join(name)).unwrap();
+        let copy = folder.path().join(name).join("busybox");
         fs::copy("/bin/busybox", &copy).ok()?;
         Some(std::process::Command::new(copy).args(["sleep", "1000"]).spawn().unwrap())
     });
