@@ -142,7 +142,7 @@ fn two_processes_are_compared_page_by_page() {
         holder.change(Change::Write {
             first: quarter,
             pages: quarter,
-            content: holder::ALIKE | number * 1_000,
+            content: holder::ALIKE | (number * 1_000),
             step: 2_000,
         });
         for page in 0..quarter {

@@ -4,6 +4,9 @@
 //! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory only costs scan time
 //! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
+//! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. We recognise it by the
+//! resident pages that it lost.
+//!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
 //! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
 //! more scans.

@@ -15,7 +15,8 @@ pub struct Marks {
     pub samples: MarkedSamples,
     /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
-    /// Whether a count has found pages of the spans merged.
+    /// Whether pages of the spans can merge: a count has found some merged, or some have left memory, which pinned pages
+    /// can't.
     pub merges: bool,
     /// How many pages were resident when ksmd last began to visit all of them twice. Pages merge at the second visit.
     pub visited: Pages,

@@ -313,14 +313,13 @@ fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable:
         sums.add_unknown(reason, unread);
         let read = held - unread;
         let duplicate = all.cells[number].savable_gross.clamp(0.0, read);
-        match cause {
-            Some(cause) => sums.add_out_of_reach(cause, duplicate, read - duplicate),
-            None => {
-                let own = mergeable.cells[number].savable_gross.min(duplicate);
-                sums.duplicate += own;
-                sums.add_out_of_reach(Cause::Copies, duplicate - own, 0.0);
-                sums.unique += read - duplicate;
-            }
+        if let Some(cause) = cause {
+            sums.add_out_of_reach(cause, duplicate, read - duplicate);
+        } else {
+            let own = mergeable.cells[number].savable_gross.min(duplicate);
+            sums.duplicate += own;
+            sums.add_out_of_reach(Cause::Copies, duplicate - own, 0.0);
+            sums.unique += read - duplicate;
         }
     }
 }

@@ -78,6 +78,7 @@ impl Cause {
     ];
 
     /// The cause if the file is in memory.
+    #[must_use]
     pub fn in_memory(self) -> Self {
         match self {
             Self::SharedFile => Self::SharedMemory,

@@ -135,7 +135,7 @@ impl Difference {
 }
 
 fn words(page: &PageBytes) -> impl Iterator<Item = u64> {
-    page.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word))
+    page.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
 }
 
 /// The pages of a block that we could read.
