@@ -42,6 +42,8 @@ use std::time::{Duration, Instant};
 
 /// How often we ask the daemon.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// The most programs that `--once` prints.
+const ROWS_MOST: u16 = 1_000;
 /// The rows of the screen that aren't programs.
 const OTHER_ROWS: u16 = 11;
 /// How long we wait for a key before we look for an answer from the daemon.
@@ -132,8 +134,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
 fn print_once(status: Status) -> String {
     let mut top = Top::new(false);
     top.host = host_name();
-    // No screen has more rows.
-    let rows = u16::try_from(status.programs.processes.len()).unwrap_or(u16::MAX).saturating_add(OTHER_ROWS);
+    let rows = u16::try_from(status.programs.processes.len()).unwrap_or(ROWS_MOST).min(ROWS_MOST) + OTHER_ROWS;
     let workloads = workloads(Some(&status));
     top.update(Answer { time: history::now(), status: Ok(status), workloads, explanation: None, history: None });
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
