@@ -25,7 +25,7 @@ fn heading(number: u32, what: &str, style: Style) -> String {
 pub fn opening(style: Style) -> String {
     let mut text = String::new();
     text.line(style.bold("pagefold: one copy of memory that programs hold twice"));
-    text.line(style.dim("Takes about half a minute, and merges only memory of programs that it starts itself."));
+    text.line(style.dim("Takes half a minute, and merges only memory of programs that it starts itself."));
     text.line(style.dim("Ctrl-C stops it at any time and restores everything."));
     text
 }
