@@ -85,7 +85,7 @@ field:
 	@scripts/setup test
 	$(CARGO) build $(LIVE) --bins
 	PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked -p pagefold-sim --test charge
-	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --nocapture
+	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --include-ignored --nocapture
 
 attack:
 	@scripts/setup attack

@@ -62,6 +62,7 @@ fn containers_that_rewrite_their_memory_in_turn_live() {
 
 /// Guests on a host with zram, as Proxmox VE has them: a page that is swapped in is a copy again.
 #[test]
+#[ignore = "long; make field runs it"]
 fn guests_that_were_swapped_out_are_merged_again() {
     const GUESTS: u64 = 3;
     let Some(ksm) = KsmAtRest::take() else { return };

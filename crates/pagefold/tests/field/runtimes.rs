@@ -31,6 +31,7 @@ impl Service {
 
 /// elasticsearch #16937, zookeeper #301, spark-kubernetes-operator #476: most of such a heap is zeros.
 #[test]
+#[ignore = "long; make field runs it"]
 fn heaps_of_jvms_touched_in_advance_stay_merged() {
     const HEAP_MIB: u64 = 192;
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -54,6 +55,7 @@ fn heaps_of_jvms_touched_in_advance_stay_merged() {
 /// The heap of ZGC, which is recommended for game servers, is a shared mapping (see jdk11u #5). Search servers lock
 /// theirs (elasticsearch #13116).
 #[test]
+#[ignore = "long; make field runs it"]
 fn heaps_that_are_left_alone_are_not_promised() {
     const HEAP_MIB: u64 = 64;
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -152,6 +154,7 @@ impl Drop for Gunicorn {
 /// gunicorn #3178 and #1640, frappe #21474: what the workers of one master share by fork exists again in another
 /// family, and garbage collection gives each worker copies of its own.
 #[test]
+#[ignore = "long; make field runs it"]
 fn gunicorns_keep_one_model_when_their_workers_are_replaced() {
     const MODEL_MIB: u64 = 48;
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -181,6 +184,7 @@ fn gunicorns_keep_one_model_when_their_workers_are_replaced() {
 /// golang #42330, kvm-guest-drivers-windows #556: Go's scavenger and a guest's balloon give memory back page by page,
 /// and take it again.
 #[test]
+#[ignore = "long; make field runs it"]
 fn memory_that_is_given_back_and_taken_again_is_counted_and_merged_again() {
     const MIB_EACH: u64 = 48;
     /// Every other piece of this size is given back.
@@ -253,6 +257,7 @@ impl Drop for Tab {
 
 /// betterwright #76: browsers that show the same page.
 #[test]
+#[ignore = "long; make field runs it"]
 fn browsers_with_the_same_page_share_its_data() {
     const DATA_MIB: u64 = 24;
     let Some(ksm) = KsmAtRest::take() else { return };

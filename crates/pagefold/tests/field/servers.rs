@@ -62,6 +62,7 @@ const DATA_MIB: u64 = KEYS / 1_024;
 /// redis #1823 and #8974: a child of the server writes a snapshot while the server goes on. Meanwhile, each written page
 /// is copied, but only those.
 #[test]
+#[ignore = "long; make field runs it"]
 fn redis_saves_a_right_snapshot_of_merged_memory_and_copies_only_what_is_written() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
@@ -97,6 +98,7 @@ fn redis_saves_a_right_snapshot_of_merged_memory_and_copies_only_what_is_written
 
 /// PostgreSQL: shared buffers, which KSM can't merge, and backends with the same private caches (fhir-server #32).
 #[test]
+#[ignore = "long; make field runs it"]
 fn backends_share_their_caches_beside_shared_buffers() {
     const BUFFERS: u64 = 24 * MIB;
     /// Two servers with three backends of 8 MiB.
@@ -130,6 +132,7 @@ fn backends_share_their_caches_beside_shared_buffers() {
 /// elasticsearch #97975, ClickHouse #5369: a search server with nearly as many mappings as the kernel allows. Marking
 /// parts of its heap must not take the last ones.
 #[test]
+#[ignore = "long; make field runs it"]
 fn a_server_close_to_the_limit_of_mappings_can_still_map() {
     /// So many parts of each heap have copies elsewhere, with others between them.
     const PARTS: u64 = 30;
@@ -173,6 +176,7 @@ fn a_server_close_to_the_limit_of_mappings_can_still_map() {
 
 /// openshift/release #32680: jobs took longer with KSM. Jobs that soon end aren't worth a pause.
 #[test]
+#[ignore = "long; make field runs it"]
 fn jobs_that_soon_end_are_not_paused_beside_runners_that_stay() {
     const RUNNER_MIB: u64 = 32;
     const JOB: u64 = 8 * PAGES_PER_MIB;
