@@ -91,15 +91,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     let document = browser.document(Path::new(&page));
     assert_has(
         &document,
-        &[
-            "saved in 3 processes.</h1>",
-            "Over time",
-            "The ladder",
-            "Kinds of memory",
-            NAME,
-            "<td>paused</td>",
-            "marked ",
-        ],
+        &["saved in 3 processes.</h1>", "Over time", "Kinds of memory", NAME, "<td>paused</td>", "marked "],
     );
     browser.pictures(Path::new(&page));
     assert_has(&daemon.terminate().errors, &["is not a history: it has 7 bytes", "pagefold begins a new one"]);
