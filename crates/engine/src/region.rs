@@ -107,7 +107,8 @@ impl Region {
         // Somebody may have unmarked the region since we named a page in it.
         self.usage.named &= view.named || !self.view.named;
         // Swapped pages aren't merged until ksmd has visited them again twice, so a count must not take them for pinned.
-        self.marks.merges |= view.resident.0 < self.view.resident.0 / 8 * 7;
+        let has_shrunk = view.resident.0 < self.view.resident.0 / 8 * 7;
+        self.marks.merges |= has_shrunk && !self.marks.spans.is_empty();
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {

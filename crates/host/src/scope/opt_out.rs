@@ -226,12 +226,14 @@ pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Resu
 /// which the kernel shows itself (/proc, /sys, tracing): reading such a file may take its contents away, or wait for
 /// more. These file systems have no blocks.
 fn read_found(found: &File, most: u64) -> io::Result<Option<Vec<u8>>> {
-    const WITHOUT_BLOCKS: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x6573_5546]; // tmpfs without a limit, ramfs, FUSE
+    const RAMFS_MAGIC: i64 = 0x8584_58f6;
+    // These may have no blocks either: a tmpfs has some only if it's limited.
+    const OTHERS: [i64; 3] = [libc::TMPFS_MAGIC, RAMFS_MAGIC, libc::FUSE_SUPER_MAGIC];
     if !found.metadata()?.is_file() {
         return Ok(None);
     }
     let system = rustix::fs::fstatfs(found)?;
-    if system.f_blocks == 0 && !WITHOUT_BLOCKS.contains(&system.f_type) {
+    if system.f_blocks == 0 && !OTHERS.contains(&system.f_type) {
         return Ok(None);
     }
     let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;

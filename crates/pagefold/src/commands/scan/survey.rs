@@ -413,9 +413,11 @@ fn pages_of(
     let mut found = MappedPages::default();
     let mut others: Vec<(Vpn, u32)> = Vec::new();
     reader.walk(process, detail.vma.first(), detail.vma.pages(), |page, entry| {
+        if !entry.present() {
+            return;
+        }
         if entry.private() {
             extend(&mut found.private, page);
-        } else if !entry.present() {
         } else if !entry.file_or_shared() {
             extend(&mut others, page);
         } else if with_file && let Some(frame) = entry.pfn() {

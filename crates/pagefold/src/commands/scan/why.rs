@@ -103,13 +103,13 @@ impl CommonFrames {
     }
 
     fn add(&mut self, merged: bool, by_file: bool) {
-        *(if merged {
-            &mut self.merged
+        if merged {
+            self.merged += 1;
         } else if by_file {
-            &mut self.by_file
+            self.by_file += 1;
         } else {
-            &mut self.by_fork
-        }) += 1;
+            self.by_fork += 1;
+        }
     }
 }
 
@@ -296,7 +296,11 @@ fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable:
         let cause = survey.causes[number];
         let held = cell.private.0 as f64 + cell.shared_frames;
         let sharing = cell.shared.0 as f64 - cell.shared_frames;
-        *(if cause.is_some_and(Cause::is_of_file) { &mut sums.by_file } else { &mut sums.by_fork }) += sharing;
+        if cause.is_some_and(Cause::is_of_file) {
+            sums.by_file += sharing;
+        } else {
+            sums.by_fork += sharing;
+        }
         sums.merged += cell.merged.0 as f64;
         sums.add_unknown("swapped out", cell.swapped.0 as f64);
         let is_read = cause.is_none_or(Cause::is_read);
