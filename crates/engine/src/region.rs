@@ -109,6 +109,8 @@ impl Region {
         // Swapped pages aren't merged until ksmd has visited them again twice, so a count must not take them for pinned.
         let has_shrunk = view.resident.0 < self.view.resident.0 / 8 * 7;
         self.marks.merges |= has_shrunk && !self.marks.spans.is_empty();
+        // Pages that left memory and come back are new to ksmd.
+        self.marks.visited = self.marks.visited.min(view.resident);
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {
