@@ -98,50 +98,66 @@ impl Usage {
     }
 }
 
-/// A set of pages: one bit each, by groups of 64.
+/// A set of pages: one bit each, by groups of 64. A process may have thousands of regions with a page each, so an empty
+/// or small set has to be small.
 #[derive(Clone, Debug, Default)]
 pub struct PageSet {
-    groups: FxHashMap<u64, u64>,
-    len: Pages,
+    /// The groups that aren't empty, by number.
+    groups: Vec<Group>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    number: u64,
+    pages: u64,
 }
 
 impl PageSet {
     /// Adds a page and returns whether it's new.
     pub fn insert(&mut self, page: Vpn) -> bool {
-        let bits = self.groups.entry(page.0 / 64).or_default();
-        let is_new = *bits >> (page.0 % 64) & 1 == 0;
-        *bits |= 1 << (page.0 % 64);
-        self.len += Pages(u64::from(is_new));
-        is_new
+        let at = match self.find(page) {
+            Ok(at) => at,
+            Err(at) => {
+                self.groups.insert(at, Group { number: page.0 / 64, pages: 0 });
+                at
+            }
+        };
+        let before = self.groups[at].pages;
+        self.groups[at].pages |= 1 << (page.0 % 64);
+        self.groups[at].pages != before
     }
 
     /// Removes a page and returns whether it was there.
     pub fn remove(&mut self, page: Vpn) -> bool {
-        let Some(bits) = self.groups.get_mut(&(page.0 / 64)) else { return false };
-        let bit = 1 << (page.0 % 64);
-        let was_there = *bits & bit != 0;
-        *bits &= !bit;
-        if *bits == 0 {
-            self.groups.remove(&(page.0 / 64));
+        let Ok(at) = self.find(page) else { return false };
+        let before = self.groups[at].pages;
+        let after = before & !(1 << (page.0 % 64));
+        self.groups[at].pages = after;
+        if after == 0 {
+            self.groups.remove(at);
         }
-        self.len = self.len - Pages(u64::from(was_there));
-        was_there
+        after != before
     }
 
     pub fn contains(&self, page: Vpn) -> bool {
-        self.groups.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
+        self.find(page).is_ok_and(|at| self.groups[at].pages >> (page.0 % 64) & 1 == 1)
     }
 
-    /// The numbers of the extents with pages of the set, in any order.
+    /// Where the page's group is, or where it belongs.
+    fn find(&self, page: Vpn) -> Result<usize, usize> {
+        self.groups.binary_search_by_key(&(page.0 / 64), |group| group.number)
+    }
+
+    /// The numbers of the extents with pages of the set, upwards. May name one more than once.
     pub fn extents(&self) -> impl Iterator<Item = u64> {
-        self.groups.keys().map(|group| group * 64 / EXTENT_PAGES)
+        self.groups.iter().map(|group| group.number * 64 / EXTENT_PAGES)
     }
 
     /// How many pages of an extent are in the set.
     pub fn in_extent(&self, number: u64) -> u64 {
-        let groups = EXTENT_PAGES / 64;
-        let bits = (number * groups..(number + 1) * groups).filter_map(|group| self.groups.get(&group));
-        bits.map(|bits| u64::from(bits.count_ones())).sum()
+        let first = self.groups.partition_point(|group| group.number * 64 < number * EXTENT_PAGES);
+        let groups = self.groups[first..].iter().take_while(|group| group.number * 64 / EXTENT_PAGES == number);
+        groups.map(|group| u64::from(group.pages.count_ones())).sum()
     }
 
     pub fn is_empty(&self) -> bool {
@@ -149,7 +165,7 @@ impl PageSet {
     }
 
     pub fn len(&self) -> Pages {
-        self.len
+        Pages(self.groups.iter().map(|group| u64::from(group.pages.count_ones())).sum())
     }
 
     pub fn clear(&mut self) {
