@@ -227,7 +227,8 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
             region.marks.spans.push(Candidate { first, pages, resident, duplicate });
         }
         region.marks.scanned_whole = verdict.visited > Pages(0);
-        region.marks.visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
+        let visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
+        region.marks.visited = visited.min(region.view.resident);
     }
 }
 

@@ -106,11 +106,6 @@ impl Region {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
         // Somebody may have unmarked the region since we named a page in it.
         self.usage.named &= view.named || !self.view.named;
-        // Swapped pages aren't merged until ksmd has visited them again twice, so a count must not take them for pinned.
-        let has_shrunk = view.resident.0 < self.view.resident.0 / 8 * 7;
-        self.marks.merges |= has_shrunk && !self.marks.spans.is_empty();
-        // Pages that left memory and come back are new to ksmd.
-        self.marks.visited = self.marks.visited.min(view.resident);
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {
@@ -287,6 +282,13 @@ impl Region {
     /// How many pages appeared since ksmd last visited, if the region is marked whole.
     pub fn grown(&self) -> Pages {
         if self.is_marked_whole() { self.view.resident.saturating_sub(self.marks.visited) } else { Pages(0) }
+    }
+
+    /// How many of these pages are duplicates if they're like the ones that we marked.
+    pub fn grown_duplicates(&self) -> Pages {
+        let counts = self.marks.counts();
+        let ratio = if counts.resident == Pages(0) { 1.0 } else { counts.ratio() };
+        Pages(whole(self.grown().0 as f64 * ratio))
     }
 
     /// A page anywhere in the marked spans, chosen by `random`.

@@ -160,6 +160,13 @@ impl SimHost {
         offset.is_some()
     }
 
+    /// Takes a page out of memory, as `MADV_DONTNEED` does.
+    pub fn discard(&mut self, region: RegionKey, page: Vpn) {
+        if let Some(offset) = self.memory.region(region.0).and_then(|region| region.offset(page)) {
+            self.memory.drop_page(region.0, offset, false);
+        }
+    }
+
     pub fn pin(&mut self, span: Span, pinned: bool) {
         let Some(region) = self.memory.region_mut(span.region.0) else { return };
         for page in span.first.0..span.first.0 + span.pages.0 {

@@ -9,6 +9,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process};
+use std::ops::Range;
 
 const EACH: Pages = Pages(32 * MIB);
 
@@ -61,6 +62,48 @@ fn the_only_copy_of_pinned_memory_is_unmarked_too() {
     let mut sim = machine(&[true, false]);
     sim.run(50);
     assert_eq!((state(&sim, 0), state(&sim, 1)), ((Pages(0), true), (Pages(0), true)));
+}
+
+/// Runs until the first count of merged pages is near.
+fn run_until_marked(sim: &mut Machine) {
+    sim.cycle();
+    while state(sim, 0) == (Pages(0), false) {
+        sim.cycle();
+    }
+    assert_eq!(state(sim, 0), (EACH, false));
+}
+
+/// Takes these pages of each process out of memory.
+fn discard(sim: &mut Machine, processes: u32, pages: Range<u64>) {
+    for owner in 0..processes {
+        for region in sim.regions_of(OwnerKey(owner)) {
+            let first = sim.span_of(region).unwrap().first;
+            for page in pages.clone() {
+                sim.discard(region, first + page);
+            }
+        }
+    }
+}
+
+#[test]
+fn pinned_memory_is_unmarked_even_if_some_of_it_was_given_back() {
+    let mut sim = machine(&[true; 2]);
+    run_until_marked(&mut sim);
+    discard(&mut sim, 2, 0..EACH.0 / 5);
+    sim.run(300);
+    assert_eq!((state(&sim, 0), state(&sim, 1)), ((Pages(0), true), (Pages(0), true)));
+}
+
+#[test]
+fn memory_that_is_slowly_swapped_out_is_not_taken_for_pinned() {
+    let mut sim = machine(&[false; 2]);
+    run_until_marked(&mut sim);
+    for step in 0..20 {
+        discard(&mut sim, 2, EACH.0 / 20 * step..EACH.0 / 20 * (step + 1));
+        sim.run(2);
+    }
+    sim.run(60);
+    assert!((0..2).all(|owner| !state(&sim, owner).1));
 }
 
 #[test]

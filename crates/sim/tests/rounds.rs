@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, Machine, SECOND, assert_restarted_are_merged, host, requested};
+use common::{MIB, Machine, SECOND, assert_restarted_are_merged, config, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
@@ -163,4 +163,39 @@ fn no_scan_is_ordered_while_another_program_controls_ksm() {
     let ledger = sim.engine.ledger();
     assert_eq!(ledger.cost.ksmd_ns, 0);
     assert_eq!(ledger.saved, Some(Pages(0)));
+}
+
+#[test]
+fn a_heap_that_gives_pages_back_and_takes_new_ones_is_not_scanned_for_ever() {
+    let mut sim = Machine::with(host(), Config { governor: Governor::Full, ..config() });
+    for _ in 0..2 {
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(64 * MIB), Fill::Series(1))));
+    }
+    sim.run(30);
+    let mut content = 1 << 40;
+    let mut scans = Vec::new();
+    for _ in 0..60 {
+        scans.push(sim.engine.scans());
+        for owner in 0..2 {
+            for region in sim.regions_of(OwnerKey(owner)) {
+                let first = sim.span_of(region).unwrap().first;
+                for page in 0..16 * MIB {
+                    sim.discard(region, first + page);
+                }
+            }
+        }
+        sim.run(15);
+        for owner in 0..2 {
+            for region in sim.regions_of(OwnerKey(owner)) {
+                let first = sim.span_of(region).unwrap().first;
+                for page in 0..16 * MIB {
+                    content += 1;
+                    sim.write(region, first + page, content);
+                }
+            }
+        }
+        sim.run(15);
+    }
+    let last = sim.engine.scans() - scans[30];
+    assert!(last <= 12, "{last} scans in the second quarter of an hour: {scans:?}");
 }

@@ -4,8 +4,8 @@
 //! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory only costs scan time
 //! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
-//! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. We recognise it by the
-//! resident pages that it lost.
+//! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. So we expect nothing of
+//! pages that ksmd hasn't visited twice since they came.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
 //! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
@@ -68,7 +68,7 @@ impl Engine {
             if region.marks.merges || !is_judged(region, one_in) {
                 continue;
             }
-            let expected = region.marks.counts().duplicate;
+            let expected = region.merged_by_ksmd();
             // The kernel counts merged zeros by process, not by region.
             let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
             let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
@@ -97,5 +97,5 @@ impl Engine {
 
 /// Whether a count that looks up one page in `one_in` includes enough of a region's duplicates to judge it.
 fn is_judged(region: &Region, one_in: u64) -> bool {
-    region.marks.counts().duplicate.0 / one_in >= EXPECTED_MIN
+    region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
 }

@@ -62,6 +62,9 @@ pub struct Marker {
     visited_broken: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
+    /// The same for scans that visit pages which appeared in marked memory.
+    renewal_pause_ns: u64,
+    renewal_expected: Pages,
 }
 
 /// Spans to unmark, and when to go on with them.
@@ -489,11 +492,20 @@ impl Marker {
             scheduler.request_thorough(expected);
             return;
         }
-        let grown: Pages = table.iter().map(Region::grown).sum();
         // A merged page that's written gets a new content, and about half of the time other pages hold that, too.
-        let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
+        let rewritten = Pages(broken.saturating_sub(self.visited_broken) / 2);
+        let (mut renewed, mut likely) = (rewritten, rewritten);
+        for region in table.iter() {
+            renewed += region.grown();
+            likely += region.grown_duplicates();
+        }
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
-        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + REFRESH_NS && wave.is_due(price_ns, rested_ns) {
+        let next_renewal_ns = self.visited_ns + self.renewal_pause_ns.max(REFRESH_NS);
+        if renewed.0 >= REFRESH_MIN && now_ns >= next_renewal_ns && wave.is_due(price_ns, rested_ns) {
+            // A heap may give pages back and take new ones all the time, with contents that nobody else has.
+            let was_fruitful = scheduler.last_merged().0 * 4 >= self.renewal_expected.0;
+            self.renewal_pause_ns = pause_after(was_fruitful, self.renewal_pause_ns);
+            self.renewal_expected = likely;
             scheduler.request(renewed);
             return;
         }
@@ -509,8 +521,8 @@ impl Marker {
             return;
         }
         // Compare what the last refresh merged with our expectation.
-        let fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
-        self.refresh_pause_ns = if fruitful { REFRESH_NS } else { (self.refresh_pause_ns * 2).min(REFRESH_MAX_NS) };
+        let was_fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
+        self.refresh_pause_ns = pause_after(was_fruitful, self.refresh_pause_ns);
         self.next_refresh_ns = now_ns + self.refresh_pause_ns;
         self.refresh_expected = worth;
         scheduler.request_thorough(worth);
@@ -549,6 +561,11 @@ impl Marker {
             }
         }
     }
+}
+
+/// The pause after a refresh.
+fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
+    if was_fruitful { REFRESH_NS } else { (pause_ns * 2).min(REFRESH_MAX_NS) }
 }
 
 impl Unmarking {

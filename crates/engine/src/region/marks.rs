@@ -15,10 +15,10 @@ pub struct Marks {
     pub samples: MarkedSamples,
     /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
-    /// Whether pages of the spans can merge: a count has found some merged, or some have left memory, which pinned pages
-    /// can't.
+    /// Whether a count has found pages of the spans merged.
     pub merges: bool,
-    /// How many pages were resident when ksmd last began to visit all of them twice. Pages merge at the second visit.
+    /// How many pages were resident when ksmd last began to visit all of them twice, less those that have left memory
+    /// since: they're new to ksmd if they come back. Pages merge at the second visit.
     pub visited: Pages,
 }
 

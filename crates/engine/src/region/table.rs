@@ -25,13 +25,20 @@ struct Block {
     number: u64,
 }
 
+/// What we know of a mapping as a whole.
+#[derive(Clone, Copy, Debug)]
+struct Mapping {
+    /// log2 of the size of its blocks in pages.
+    bits: u32,
+    pages: Pages,
+}
+
 /// The regions by slot.
 #[derive(Debug, Default)]
 pub struct RegionTable {
     regions: Vec<Option<Region>>,
     by_block: BTreeMap<Block, u32>,
-    /// The block size of each mapping, as a power of two.
-    bits: BTreeMap<RegionKey, u32>,
+    mappings: BTreeMap<RegionKey, Mapping>,
     /// Empty slots that entries of the index may still point to.
     retired: Vec<u32>,
     /// Empty slots that no entry of the index points to.
@@ -61,7 +68,7 @@ impl RegionTable {
 
     /// The slot of the region that holds a page.
     pub fn find(&self, key: RegionKey, page: Vpn) -> Option<u32> {
-        let bits = *self.bits.get(&key)?;
+        let bits = self.mappings.get(&key)?.bits;
         self.by_block.get(&Block { key, bits, number: page.0 >> bits }).copied()
     }
 
@@ -91,14 +98,15 @@ impl RegionTable {
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut missing: BTreeSet<_> = self.by_block.keys().copied().collect();
         let mut ended = Vec::new();
-        self.bits.clear();
+        let before = std::mem::take(&mut self.mappings);
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
-            self.bits.insert(view.key, bits);
+            let is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
+            self.mappings.insert(view.key, Mapping { bits, pages: view.pages });
             for (number, view) in blocks(*view, bits) {
                 let block = Block { key: view.key, bits, number };
                 missing.remove(&block);
-                ended.extend(self.update_block(block, view, seed, &new));
+                ended.extend(self.update_block(block, view, seed, is_as_long, &new));
             }
         }
         ended.extend(missing.into_iter().filter_map(|block| self.remove(block)));
@@ -112,6 +120,7 @@ impl RegionTable {
         block: Block,
         view: RegionView,
         seed: u64,
+        is_as_long: bool,
         new: &impl Fn(RegionView) -> Region,
     ) -> Option<Region> {
         let in_blocks = block.bits != WHOLE_BITS;
@@ -124,6 +133,10 @@ impl RegionTable {
             return Some(std::mem::replace(region, Region { in_blocks, ..new(view) }));
         }
         region.update(view, seed);
+        // If a mapping has another length, its pages are divided among its blocks in another way.
+        if is_as_long || !in_blocks {
+            region.marks.visited = region.marks.visited.min(view.resident);
+        }
         None
     }
 
@@ -290,7 +303,7 @@ mod tests {
             slots = slots.max(table.regions.len());
         }
         assert!(slots < 4 * LIVE, "{slots} slots");
-        assert!(table.bits.len() <= LIVE + lasting.len() && table.by_block.len() == LIVE + lasting.len());
+        assert!(table.mappings.len() <= LIVE + lasting.len() && table.by_block.len() == LIVE + lasting.len());
     }
 
     #[test]
