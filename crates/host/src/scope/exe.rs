@@ -156,30 +156,75 @@ impl Exe {
     /// How the executable matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
         let is_named = is_named(selector, Some(&self.path), comm);
-        let is_exact = is_exactly(selector, &self.path);
-        let may_be_link = !is_exact && (is_named || selector.starts_with('/'));
-        let link_directory = if may_be_link { self.directory_of_link(selector) } else { None };
-        if !is_named && link_directory.is_none() {
+        if !is_named && !selector.starts_with('/') {
             return Matching::No;
         }
+        let is_exact = is_exactly(selector, &self.path);
+        // Whoever owns the file could have links beside it hold us up, so we look for none there.
         if let Err(why) = self.trust() {
-            return Matching::NameOnly(why.clone());
+            let matches = is_named || self.is_linked_as(Path::new(selector));
+            return if matches { Matching::NameOnly(why.clone()) } else { Matching::No };
         }
-        match link_directory.map(|directory| only_roots(&directory, None)) {
-            None if !is_exact => Matching::NameOnly(Distrust::CommandName),
-            Some(Err(why)) => Matching::NameOnly(why),
-            _ => Matching::Yes,
+        // A name means a link beside the file, a path itself.
+        if is_exact || self.is_linked_as(&self.path.with_file_name(selector)) {
+            Matching::Yes
+        } else if is_named {
+            Matching::NameOnly(Distrust::CommandName)
+        } else {
+            Matching::No
         }
     }
 
-    /// The directory of the link to the executable that the selector names, as Debian's redis-server links to
-    /// redis-check-rdb.
-    fn directory_of_link(&self, selector: &str) -> Option<PathBuf> {
-        let link = if selector.starts_with('/') { selector.into() } else { self.path.with_file_name(selector) };
-        if link.canonicalize().ok()? != without_deleted(&self.path) {
+    /// Whether this path leads to the executable, as Debian's redis-server leads to redis-check-rdb. Only links and
+    /// directories of root count.
+    fn is_linked_as(&self, path: &Path) -> bool {
+        follow_roots(path).is_some_and(|file| file == without_deleted(&self.path))
+    }
+}
+
+/// Where a path leads. `None` if a user other than root could have put something else on the way, and so could hold us
+/// up: a link may lead to a file system that doesn't answer.
+fn follow_roots(path: &Path) -> Option<PathBuf> {
+    const LINKS_MOST: usize = 40;
+    let mut walked = PathBuf::from("/");
+    let mut left: Vec<PathBuf> = Vec::new();
+    push_backwards(&mut left, path);
+    let mut links = 0;
+    while let Some(name) = left.pop() {
+        if name == Path::new("..") {
+            walked.pop();
+            continue;
+        }
+        walked.push(name);
+        let found = Found::of_path(&walked).ok()?;
+        if is_provided(found.mount) {
             return None;
         }
-        link.parent()?.canonicalize().ok()
+        match found.mode & libc::S_IFMT {
+            // In directories like /tmp others may make files, but not replace root's.
+            libc::S_IFDIR if is_roots_alone(found.uid, found.mode) || found.uid == 0 && found.mode & STICKY != 0 => {}
+            libc::S_IFLNK if is_trusted(found.uid) && links < LINKS_MOST => {
+                links += 1;
+                let target = fs::read_link(&walked).ok()?;
+                walked.pop();
+                if target.is_absolute() {
+                    walked = PathBuf::from("/");
+                }
+                push_backwards(&mut left, &target);
+            }
+            libc::S_IFREG if left.is_empty() => {}
+            _ => return None,
+        }
+    }
+    Some(walked)
+}
+
+/// Pushes the parts of a path, the last one first.
+fn push_backwards(parts: &mut Vec<PathBuf>, path: &Path) {
+    for component in path.components().rev() {
+        if matches!(component, Component::Normal(_) | Component::ParentDir) {
+            parts.push(PathBuf::from(component.as_os_str()));
+        }
     }
 }
 

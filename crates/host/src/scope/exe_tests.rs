@@ -106,12 +106,25 @@ fn links_are_followed_and_command_names_are_not() {
     assert_eq!(matches("redis-server", b"x"), Matching::No, "another of its names");
     assert_eq!(matches("nginx", b"nginx"), Matching::NameOnly(Distrust::CommandName));
     assert_eq!(matches("redis", b"redis-server"), Matching::No);
-    // A link in somebody's directory names the file, but grants nothing.
+    // A path of several links, some of them relative.
+    let bin = directory.path().join("bin");
+    fs::create_dir(directory.path().join("usr")).unwrap();
+    symlink("usr", &bin).unwrap();
+    symlink("../redis-server", directory.path().join("usr/other")).unwrap();
+    assert_eq!(matches(bin.join("other").to_str().unwrap(), b"x"), Matching::Yes);
+    symlink("endless", directory.path().join("endless")).unwrap();
+    assert_eq!(matches(directory.path().join("endless").to_str().unwrap(), b"x"), Matching::No);
+    // A link in somebody's directory doesn't count, and we don't even look where it leads.
     let others = tempfile::tempdir().unwrap();
-    symlink(&path, others.path().join("mine")).unwrap();
+    let mine = others.path().join("mine");
+    symlink(&path, &mine).unwrap();
+    assert_eq!(matches(mine.to_str().unwrap(), b"x"), Matching::Yes);
     fs::set_permissions(others.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    let found = matches(others.path().join("mine").to_str().unwrap(), b"x");
-    assert!(matches!(found, Matching::NameOnly(Distrust::Writable { .. })), "{found:?}");
+    assert_eq!(matches(mine.to_str().unwrap(), b"x"), Matching::No);
+    let theirs = program(others.path(), "theirs");
+    symlink("theirs", others.path().join("link")).unwrap();
+    assert_eq!(exe(&theirs).matches("link", b"x"), Matching::No);
+    assert!(matches!(exe(&theirs).matches("link", b"link"), Matching::NameOnly(Distrust::Writable { .. })));
 }
 
 #[test]
