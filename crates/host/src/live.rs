@@ -345,7 +345,10 @@ impl LiveHost {
     /// Replaces the deny list. We remove the marks of programs that it newly denies.
     pub fn set_deny(&mut self, deny: DenyList) {
         self.rules.deny = deny;
-        self.judge_again();
+        for target in self.targets.values_mut() {
+            target.forget_denial();
+        }
+        self.schedule.next_ns = 0;
     }
 
     fn judge_again(&mut self) {

@@ -40,6 +40,8 @@ pub(super) struct LastCheck {
     next_ns: u64,
     /// Why we leave the process as a whole alone.
     excluded: Option<Exclusion>,
+    /// The entry of the deny list that has denied the program.
+    denied: Option<Exclusion>,
     /// The trust domain at the last check. The target's own `domain` doesn't change while memory is marked.
     pub(super) domain: DomainKey,
     /// Opt-outs that the administrator has overridden, and the ones among them that we haven't reported yet.
@@ -128,6 +130,12 @@ impl Target {
     pub fn judge_again(&mut self) {
         self.check.expire();
         self.invalidate();
+    }
+
+    /// Forgets that its program was denied, because the deny list has changed.
+    pub(crate) fn forget_denial(&mut self) {
+        self.check.denied = None;
+        self.judge_again();
     }
 
     /// The processes that share memory with it by fork: they run the same program, since the same exec.
@@ -235,7 +243,13 @@ impl Target {
             CommandLine::Unread => None,
         };
         let is_new = self.check.program.is_none();
-        let verdict = judge.judge(&mut info, program.dumpable, option, is_new);
+        let mut verdict = judge.judge(&mut info, program.dumpable, option, is_new);
+        match &verdict.excluded {
+            // It may call itself something else by now, and a link that we knew it by may lead elsewhere.
+            None => verdict.excluded.clone_from(&self.check.denied),
+            Some(Exclusion::DenyListed { .. }) => self.check.denied.clone_from(&verdict.excluded),
+            Some(_) => {}
+        }
         self.info = info;
         self.check.program = Some(program);
         changed |= self.adopt_verdict(verdict, former);
