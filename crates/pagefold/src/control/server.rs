@@ -17,7 +17,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
@@ -33,6 +33,8 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
 /// The pause after `accept` fails, so that we don't loop busily when we're out of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
+/// We only complain once that the kernel doesn't confine threads.
+static UNCONFINED: Once = Once::new();
 
 /// Answers a user's request with a line (without its newline), or an error. Gets the request and the user's uid.
 pub type Answer = dyn Fn(Request, u32) -> Result<String, Exit> + Send + Sync;
@@ -218,7 +220,11 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             // Members of the group get the status, for which we read no files.
             let confined = if may_change { Ok(()) } else { forbid_files() };
             if let Err(error) = confined {
-                debug!(target: "control", %error, "this thread is not confined by Landlock");
+                UNCONFINED.call_once(|| {
+                    complain!(
+                        "threads for members are not confined by Landlock: {error}; use a kernel with lsm=landlock"
+                    );
+                });
             }
             // An error only means that the connection has ended.
             let _ = converse(stream, peer.uid, |request| {
