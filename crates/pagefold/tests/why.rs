@@ -200,3 +200,29 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
         assert_eq!(common[kind], 0, "{common}");
     }
 }
+
+#[test]
+fn memory_of_two_processes_counts_once() {
+    if !can_read_pages() {
+        return;
+    }
+    let mut parent = Holder::with(PAGES, 8 << 40);
+    // It waits for a child that runs in its memory.
+    parent.ask("sleep");
+    let child_of = |pid: i32| {
+        let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        list.split_ascii_whitespace().next().map(|child| child.parse::<i32>().unwrap())
+    };
+    wait_until("the child is there", || child_of(parent.pid()).is_some());
+    let child = child_of(parent.pid()).unwrap();
+    let report = why(&[parent.pid(), child], &[]);
+    let totals = &report["totals"];
+    let mapped = totals["mapped_bytes"].as_u64().unwrap();
+    let unknown = totals["unknown"].as_array().unwrap();
+    let reason = format!("its memory is that of process {}, and counted there", parent.pid().min(child));
+    let same = unknown.iter().find(|part| part["reason"] == reason.as_str()).expect("the child isn't counted");
+    let same = same["bytes"].as_u64().unwrap();
+    assert!(same >= COMMON * MIB && mapped - same >= COMMON * MIB, "{same} of {mapped}");
+    assert!(mapped - same < (COMMON + 8) * MIB, "{same} of {mapped}");
+    assert!(totals["mergeable_duplicate_bytes"].as_u64().unwrap() < MIB, "{totals}");
+}

@@ -3,6 +3,7 @@
 use crate::file_id::FileId;
 use crate::process::{Process, ReadError};
 use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
@@ -52,6 +53,21 @@ impl ProgramId {
 /// fs/proc/base.c).
 pub fn effective_user(process: &Process) -> io::Result<u32> {
     Ok(rustix::fs::fstat(process)?.st_uid)
+}
+
+/// Compares the address spaces of two processes, in an order that the kernel chooses at boot (kcmp(2)). `Equal` means
+/// that both use the same one, as a vfork parent and its child do. `None` if the kernel doesn't tell us: one has ended,
+/// or we may not read it.
+pub fn compare_address_spaces(one: &Process, other: &Process) -> Option<Ordering> {
+    const KCMP_VM: libc::c_int = 1;
+    // SAFETY: the call takes numbers only.
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, one.pid(), other.pid(), KCMP_VM, 0, 0) };
+    match order {
+        0 => Some(Ordering::Equal),
+        1 => Some(Ordering::Less),
+        2 => Some(Ordering::Greater),
+        _ => None,
+    }
 }
 
 /// The address space that a process had when we opened this.

@@ -65,6 +65,11 @@ pub enum Exclusion {
     NotReadable,
     /// It keeps its mmap lock, so our reads don't return.
     Stuck,
+    /// Its address space is another process's, too (CLONE_VM), and we count it there.
+    SameMemory {
+        /// The other process.
+        with: i32,
+    },
     /// It runs 32-bit code, which we can't mark, and hasn't marked itself.
     Bits32,
     /// It has more mappings that KSM could merge than we consider. The limit bounds the memory that reading mappings
@@ -197,6 +202,7 @@ impl fmt::Display for Exclusion {
             Self::TooManyInAll => "has thousands of mappings, and so have others: too many in all",
             Self::NotReadable => "cannot be read",
             Self::Stuck => "keeps its memory map locked",
+            Self::SameMemory { with } => return write!(f, "its memory is that of process {with}, and counted there"),
             Self::Restless => "maps and unmaps memory all the time and would be slowed down",
             Self::Shared => "shared mapping, which KSM never merges",
             Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
@@ -340,19 +346,19 @@ pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
 }
 
 /// Why we must leave a mapping alone, if we must. First come the mappings that KSM never merges (`vma_ksm_compatible`
-/// in the kernel's mm/ksm.c), then the ones that we shouldn't merge.
+/// in the kernel's mm/ksm.c), a device's before others, then the ones that we shouldn't merge.
 ///
 /// smaps shows persistent memory only if it's mapped synchronously. Otherwise marking has no effect, and afterwards the
 /// `mg` flag is missing.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
     static RULES: [(&[u8; 2], Exclusion); 14] = [
-        (b"sh", Exclusion::Shared),
-        (b"ms", Exclusion::Shared),
         (b"pf", Exclusion::PfnMap),
         (b"io", Exclusion::Io),
-        (b"de", Exclusion::DontExpand),
         (b"ht", Exclusion::HugeTlb),
         (b"mm", Exclusion::MixedMap),
+        (b"sh", Exclusion::Shared),
+        (b"ms", Exclusion::Shared),
+        (b"de", Exclusion::DontExpand),
         (b"dp", Exclusion::Droppable),
         (b"sf", Exclusion::Dax),
         (b"ss", Exclusion::ShadowStack),

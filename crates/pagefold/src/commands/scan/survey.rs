@@ -14,13 +14,16 @@ use pagefold_engine::units::{Pages, Vpn};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use pagefold_procmem::image::{compare_address_spaces, image_of};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, pinned_kib, read_smaps};
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::program_name;
 use pagefold_text::style::count;
 use serde::Serialize;
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 #[derive(Debug, Default)]
 pub struct Survey {
@@ -37,6 +40,8 @@ pub struct Survey {
     shared: Vec<(u64, u32)>,
     /// All frames that several page table entries share, if we look for causes, in ascending order.
     pub joint: Vec<Joint>,
+    /// A process of each address space, by program image, in the kernel's order of address spaces.
+    spaces: BTreeMap<u64, Vec<Arc<Process>>>,
 }
 
 /// What we look for beside mergeable memory.
@@ -217,6 +222,9 @@ impl Survey {
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
         surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
+        if surveyed.refused.is_none() {
+            surveyed.refused = self.same_memory(process)?;
+        }
         let mut left_out = LeftOutByReason::default();
         if let Some(refused) = &surveyed.refused {
             // We report the process's size, but read none of its pages.
@@ -299,6 +307,18 @@ impl Survey {
         }
         surveyed.excluded = left_out.by_size();
         Ok(())
+    }
+
+    /// Whether we've surveyed the process's address space already, as another process's.
+    fn same_memory(&mut self, process: &Arc<Process>) -> Result<Option<Exclusion>, ReadError> {
+        // Processes that share an address space run the same program, so they have the same image.
+        let spaces = self.spaces.entry(image_of(process)?).or_default();
+        let order = |other: &Arc<Process>| compare_address_spaces(other, process).unwrap_or(Ordering::Less);
+        match spaces.binary_search_by(order) {
+            Ok(at) => return Ok(Some(Exclusion::SameMemory { with: spaces[at].pid() })),
+            Err(at) => spaces.insert(at, Arc::clone(process)),
+        }
+        Ok(None)
     }
 
     /// The cell of one process for this kind of memory.

@@ -112,8 +112,10 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::Bits32 => "32-bit",
         Exclusion::TooManyMappings { .. } | Exclusion::TooManyInAll => "too-many-mappings",
         Exclusion::Restless => "restless",
+        // Only scans leave processes out for this.
+        Exclusion::SameMemory { .. }
         // These concern a mapping, not a process.
-        Exclusion::Shared
+        | Exclusion::Shared
         | Exclusion::PfnMap
         | Exclusion::Io
         | Exclusion::DontExpand

@@ -223,6 +223,20 @@ fn all_programs_are_printed_once() {
     assert!(text.contains("F1Help") && text.lines().all(|line| line.chars().count() <= 80), "{text}");
 }
 
+#[test]
+fn a_thousand_programs_are_printed_once() {
+    let mut status = status(10.0, 100, true);
+    let programs = status["processes"].as_array_mut().unwrap();
+    let program = programs[0].clone();
+    programs.clear();
+    for pid in 1..=1_000 {
+        programs.push(program.clone());
+        programs[pid - 1]["pid"] = json!(5_000_000 + pid);
+    }
+    let text = print_once(serde_json::from_value(status).unwrap());
+    assert_eq!(text.lines().filter(|line| line.contains("redis-server")).count(), 1_000, "{text}");
+}
+
 /// A run that has been going for a while, and its status a minute ago.
 fn watched() -> (Run, Status) {
     let mut run = Run::by_ksmd();
