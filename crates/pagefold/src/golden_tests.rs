@@ -10,7 +10,6 @@ use crate::commands::run::progress::{self, LeftAlone, Progress};
 use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::summary::{self, Summary};
 use crate::commands::scan;
-use crate::commands::scan::map::{Map, Shares, Stretch};
 use crate::commands::scan::report::{CgroupRow, Cost, GroupRow, KindRow, ProcessRow, ScanReport};
 use crate::commands::scan::sharing::Matrix;
 use crate::commands::scan::survey::LeftOut;
@@ -38,7 +37,7 @@ use pagefold_engine::host::{
 use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::sampling::census::Figures;
-use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_host::check::users::KsmUser;
 use pagefold_host::live::{Ended, Event};
 use pagefold_host::scope::exclude::Exclusion;
@@ -572,8 +571,6 @@ fn survey() -> ScanReport {
     let left_out =
         |reason: &str, bytes| LeftOut { reason: reason.to_owned(), bytes, regions: 2, is_out_of_reach: false };
     let not_dumpable = Exclusion::NotDumpable.to_string();
-    let parts = (0..40_u8).map(|part| Shares { duplicate: f64::from(part) / 40.0, ..Shares::default() }).collect();
-    let stretches = vec![Stretch { first: Vpn(0x5555_0000), kind: RegionKind::Heap, parts: 40 }];
     ScanReport {
         schema: scan::report::SCHEMA,
         exact: false,
@@ -602,7 +599,6 @@ fn survey() -> ScanReport {
         of: ("process", "processes"),
         is_host: false,
         advised: None,
-        maps: BTreeMap::from([(4_001, Map { parts, stretches })]),
         matrix: Some(Matrix {
             names: vec!["redis.service".to_owned(), "vm <web1>".to_owned()],
             pages: vec![vec![Some(12_800), Some(256)], vec![Some(250), None]],

@@ -46,15 +46,13 @@ fn a_browser_shows_the_page_of_a_scan() {
     let parts = [
         &*format!("on <b>{}</b>, 20", host.trim()),
         "could be saved.</h1>",
-        "Where it is",
-        "merged already",
+        "savable: all zeros",
+        "<td>anonymous</td>",
         "pagefold run --pid",
         NAME,
         "Left out",
     ];
     assert_has(&document, &parts);
-    let maps = document.matches("<svg class=\"map\"").count();
-    assert_eq!((maps, document.matches("anonymous</span>").count() >= 3), (3, true), "{document}");
     browser.pictures(&file);
 }
 

@@ -9,7 +9,7 @@ Examples:
   pagefold scan redis-server 4711
       All processes of a program, and one more process
   pagefold scan --unit nginx --exact --html scan.html
-      A service, with every page read, and with a map of each process";
+      A service, with every page read, also as a web page";
 
 pub const SKETCH: &str = "\
 Examples:

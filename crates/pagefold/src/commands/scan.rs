@@ -2,7 +2,6 @@
 
 mod advice;
 pub mod html;
-pub mod map;
 pub mod report;
 pub mod scanner;
 pub mod sharing;
@@ -19,13 +18,11 @@ use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
 use crate::preflight;
 use anyhow::{Context, Result};
-use map::{Map, part_of};
 use pagefold_engine::host::{MergedSample, PageState};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::placement::placer::summarize;
 use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::sampling::census::choose::first_fraction;
-use pagefold_engine::sampling::census::{Census, Findings};
 use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::{Vpn, index};
 use pagefold_host::scope::deny_list::DenyList;
@@ -40,7 +37,6 @@ use pagefold_text::progress::Progress;
 use pagefold_text::style;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use survey::{Survey, Surveyed, Wanted};
 
@@ -66,8 +62,8 @@ pub struct ScanArgs {
     pub json: bool,
     /// Also write the result to this file, as a web page
     ///
-    /// The page is self-contained, and has a map of each process. For the maps we read every page of the processes. If they
-    /// have more than 16 GiB, we read a sample of that much.
+    /// The page is self-contained, and also shows which workloads have copies of each other's memory. For that we read
+    /// every page. If there are more than 16 GiB, we read a sample of that much.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -123,7 +119,7 @@ impl Prepared {
         let contents = if wanted.causes { Contents::Present } else { Contents::All };
         let mut memory = ProcessMemory {
             how: ReadHow { contents, ..ReadHow::default() },
-            contents: wanted.maps.then(|| sharing::Contents::new(&survey)),
+            contents: wanted.sharing.then(|| sharing::Contents::new(&survey)),
             asked: vec![0; survey.cells.len()],
             got: vec![0; survey.cells.len()],
             survey,
@@ -135,15 +131,14 @@ impl Prepared {
 }
 
 pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
-    let with_maps = args.html.is_some();
-    let wanted = Wanted { maps: with_maps, causes: false };
+    let wanted = Wanted { sharing: args.html.is_some(), causes: false };
     let Prepared { scope, is_host, mut memory, mut scanner } = Prepared::of(args, wanted)?;
     let frames = memory.frames();
     let mut first = first_fraction(frames);
     if args.exact {
         first = 1.0;
-    } else if with_maps {
-        first = (MAP_PAGES / frames.max(1) as f64).clamp(first, 1.0);
+    } else if wanted.sharing {
+        first = (SHARING_PAGES / frames.max(1) as f64).clamp(first, 1.0);
     }
     let (findings, fraction) = scanner.sample(&mut memory, first)?;
     refuse_if_none_may_be_read(&memory.survey)?;
@@ -152,7 +147,6 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let cost = scanner.cost();
     let matrix = memory.contents.map(|contents| contents.matrix(fraction >= 1.0));
     let survey = memory.survey;
-    let maps = if with_maps { maps(&mut scanner.census, &survey, &findings, fraction) } else { BTreeMap::new() };
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
     let scope = scope.to_string();
     let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope, cost);
@@ -160,7 +154,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
         report.is_host = true;
         report.advised = advice::scope(&report).map(|scope| scope.to_string());
     }
-    Ok(ScanReport { numa, maps, matrix, deny: args.deny.to_string(), ..report })
+    Ok(ScanReport { numa, matrix, deny: args.deny.to_string(), ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -218,8 +212,9 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// If there are at most this many pages (16 GiB), we read every one for the maps.
-const MAP_PAGES: f64 = 4_194_304.0;
+/// If there are at most this many pages (16 GiB), we read every one to see which workloads share contents: a small
+/// sample finds hardly any pairs.
+const SHARING_PAGES: f64 = 4_194_304.0;
 
 /// The memory of processes.
 struct ProcessMemory {
@@ -266,7 +261,6 @@ impl Memory for ProcessMemory {
                 });
             }
         }
-        let parts_before = survey.parts_before(number);
         let mut holders = Vec::new();
         let contents = &mut self.contents;
         let number_of_process = u32::try_from(number).unwrap_or(u32::MAX);
@@ -281,9 +275,7 @@ impl Memory for ProcessMemory {
             let digest = scanner.digest(bytes);
             match (view.state, view.frame) {
                 (PageState::Private, _) => {
-                    let part = part_of(&process.parts, view.page);
-                    let part = part.and_then(|part| u32::try_from(parts_before + part).ok());
-                    scanner.census.add_private(cell, run, part, digest);
+                    scanner.census.add_private(cell, run, None, digest);
                     if let Some(contents) = contents {
                         contents.add(digest, [number_of_process].into_iter());
                     }
@@ -371,19 +363,6 @@ impl ProcessMemory {
             Some((scoped.process.pid(), scoped.name.clone()))
         })))
     }
-}
-
-/// The maps of the processes that we looked at, by pid.
-fn maps(census: &mut Census, survey: &Survey, findings: &Findings, fraction: f64) -> BTreeMap<i32, Map> {
-    let densities = census.densities(survey.parts(), findings);
-    let mut maps = BTreeMap::new();
-    for (number, process) in survey.processes.iter().enumerate() {
-        if !process.gone {
-            let densities = &densities[survey.parts_before(number)..][..process.parts.len()];
-            maps.insert(process.scoped.process.pid(), Map::of(survey, process, densities, fraction));
-        }
-    }
-    maps
 }
 
 impl From<&Surveyed> for ProcessRow {

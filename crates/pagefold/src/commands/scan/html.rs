@@ -1,18 +1,15 @@
 //! The result of a scan as one self-contained web page.
 
-use super::map::{Map, Shares};
 use super::report::{ProcessRow, ScanReport, size, way_in};
 use super::sharing::Matrix;
 use crate::output::page::{Origin, escape, page as framed};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_engine::units::Pages;
-use pagefold_text::style::{count, human, percent};
+use pagefold_text::style::{human, percent};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// We show at most this many maps, of the processes with the most savable memory.
-const MAPS_MOST: usize = 24;
 /// For each reason to leave processes out, we list at most this many names.
 const NAMES_MOST: usize = 8;
 
@@ -25,7 +22,6 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
         escape(&report.basis()),
     );
     whole(&mut html, report);
-    maps(&mut html, report);
     if let Some(matrix) = &report.matrix {
         sharing(&mut html, matrix);
     }
@@ -148,101 +144,6 @@ fn whole(html: &mut String, report: &ScanReport) {
     if !besides.is_empty() {
         let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", besides.join("; "));
     }
-}
-
-/// The maps of the processes.
-fn maps(html: &mut String, report: &ScanReport) {
-    let mut rows: Vec<&ProcessRow> = report.looked_at().collect();
-    rows.retain(|row| report.maps.get(&row.pid).is_some_and(|map| !map.parts.is_empty()));
-    if rows.is_empty() {
-        return;
-    }
-    html.push_str(
-        "<h2>Where it is</h2>\n<p class=\"dim\">The resident memory of each process, lowest address at the left. The height is the \
-         share of the pages there. Of duplicates one copy stays, so less than what is shown as duplicate can be saved.",
-    );
-    if !report.exact {
-        html.push_str(" Estimated from the sample.");
-    }
-    html.push_str("</p>\n<ul class=\"key\">");
-    for (class, what, _) in LAYERS {
-        let _ = write!(html, "<li><i class=\"{class}\"></i>{what}</li>");
-    }
-    html.push_str("<li><i class=\"rest\"></i>unique</li></ul>\n<div class=\"maps\">\n");
-    for row in rows.iter().take(MAPS_MOST) {
-        let _ = write!(
-            html,
-            "<figure><figcaption><b>{}</b> <span class=\"dim\">{}, {}, {} savable</span></figcaption>",
-            escape(&row.name),
-            row.pid,
-            size(row.figures.resident),
-            size(row.figures.savable),
-        );
-        map(html, &row.name, &report.maps[&row.pid]);
-        html.push_str("</figure>\n");
-    }
-    html.push_str("</div>\n");
-    if rows.len() > MAPS_MOST {
-        let more = count(rows.len() - MAPS_MOST, "process is", "processes are");
-        let _ = writeln!(html, "<p class=\"dim\">{more} not shown here, with less to save.</p>");
-    }
-}
-
-type Layer = (&'static str, &'static str, fn(&Shares) -> f64);
-
-/// The layers of a map, from the bottom up.
-const LAYERS: [Layer; 4] = [
-    ("merged", "merged already", |shares| shares.merged),
-    ("zero", "zero", |shares| shares.zero),
-    ("across", "duplicate", |shares| shares.duplicate),
-    ("fork", "shared through fork", |shares| shares.fork_shared),
-];
-
-/// Each layer's share of the whole map, as text for screen readers.
-fn shares_in_words(map: &Map) -> String {
-    let mut text = String::new();
-    for (_, what, of) in LAYERS {
-        let sum: f64 = map.parts.iter().map(of).sum();
-        let _ = write!(text, ", {} {what}", percent(sum, map.parts.len() as f64));
-    }
-    text
-}
-
-fn map(html: &mut String, name: &str, map: &Map) {
-    let _ = write!(
-        html,
-        "<svg class=\"map\" viewBox=\"0 0 {} 100\" preserveAspectRatio=\"none\" shape-rendering=\"crispEdges\" role=\"img\" \
-         aria-label=\"Map of {}{}\">",
-        map.parts.len(),
-        escape(name),
-        shares_in_words(map)
-    );
-    // We draw the top layer first, and the layers below it paint over it.
-    for layers in (1..=LAYERS.len()).rev() {
-        let (class, _, of) = LAYERS[layers - 1];
-        if map.parts.iter().all(|shares| of(shares) <= 0.0) {
-            continue;
-        }
-        let _ = write!(html, "<path class=\"{class}\" d=\"M0 100");
-        for (at, shares) in map.parts.iter().enumerate() {
-            let height: f64 = LAYERS[..layers].iter().map(|(_, _, of)| of(shares)).sum();
-            let _ = write!(html, "V{:.1}H{}", 100.0 - 100.0 * height.clamp(0.0, 1.0), at + 1);
-        }
-        html.push_str("V100Z\"/>");
-    }
-    html.push_str("</svg><div class=\"kinds\">");
-    for stretch in &map.stretches {
-        // A short stretch is too narrow for its name.
-        let label = if stretch.parts * 8 >= map.parts.len() { stretch.kind.to_string() } else { "&nbsp;".to_owned() };
-        let _ = write!(
-            html,
-            "<span style=\"flex-grow:{}\" title=\"{}, from {:x}\">{label}</span>",
-            stretch.parts,
-            stretch.kind,
-            stretch.first.address(),
-        );
-    }
-    html.push_str("</div>");
 }
 
 fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Figures)>) {

@@ -1,6 +1,5 @@
 //! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
-use super::map::Map;
 use super::sharing::Matrix;
 use super::survey::{LeftOut, LeftOutByReason};
 use crate::output::placement::PlacementView;
@@ -45,9 +44,6 @@ pub struct ScanReport {
     /// The scope of the advised command, if we scanned the whole host.
     #[serde(skip)]
     pub advised: Option<String>,
-    /// The maps of the processes by pid, for the web page only.
-    #[serde(skip)]
-    pub maps: BTreeMap<i32, Map>,
     /// How much memory workloads have in common, for the web page only.
     #[serde(skip)]
     pub matrix: Option<Matrix>,
@@ -218,7 +214,6 @@ impl ScanReport {
             of: ("process", "processes"),
             is_host: false,
             advised: None,
-            maps: BTreeMap::new(),
             matrix: None,
         }
     }

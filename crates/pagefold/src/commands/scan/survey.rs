@@ -5,7 +5,6 @@
 //! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork only
 //! once, among the pages of its first holder.
 
-use super::map::{self, Part};
 use super::why::cause::{Cause, Causes};
 use anyhow::Result;
 use pagefold_engine::host::PageState;
@@ -47,8 +46,8 @@ pub struct Survey {
 /// What we look for beside mergeable memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted {
-    /// The parts of maps.
-    pub maps: bool,
+    /// Which workloads hold the same contents.
+    pub sharing: bool,
     /// Memory out of reach, with the causes.
     pub causes: bool,
 }
@@ -71,8 +70,6 @@ pub struct Surveyed {
     pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read, one for each merged frame.
     pub merged: Vec<Vpn>,
-    /// The parts of the process's map, if we draw one.
-    pub parts: Vec<Part>,
 }
 
 impl Surveyed {
@@ -182,24 +179,16 @@ impl Survey {
                 regions: Vec::new(),
                 ranges: Vec::new(),
                 merged: Vec::new(),
-                parts: Vec::new(),
             };
             let cells_before = survey.cells.len();
             let joint_before = joint.len();
-            match survey.add(&mut surveyed, deny, reader, wanted.causes, &mut joint, &mut numbers) {
-                Ok(()) if wanted.maps => {
-                    let others = joint[joint_before..].iter().map(|joint: &Joint| (joint.page, joint.region));
-                    surveyed.parts = map::parts(&surveyed.regions, others);
-                }
-                Ok(()) => {}
-                Err(error) => {
-                    surveyed.lose(error)?;
-                    surveyed.regions.clear();
-                    survey.cells.truncate(cells_before);
-                    survey.kinds.truncate(cells_before);
-                    survey.causes.truncate(cells_before);
-                    joint.truncate(joint_before);
-                }
+            if let Err(error) = survey.add(&mut surveyed, deny, reader, wanted.causes, &mut joint, &mut numbers) {
+                surveyed.lose(error)?;
+                surveyed.regions.clear();
+                survey.cells.truncate(cells_before);
+                survey.kinds.truncate(cells_before);
+                survey.causes.truncate(cells_before);
+                joint.truncate(joint_before);
             }
             survey.processes.push(surveyed);
             progress();
@@ -339,13 +328,8 @@ impl Survey {
             // If holders differ, the frame was merged during the survey, and the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
             for holder in holders {
-                let process = &mut self.processes[holder.process as usize];
-                let cell = process.regions[holder.region as usize].cell;
+                let cell = self.processes[holder.process as usize].regions[holder.region as usize].cell;
                 let facts = &mut self.cells[cell as usize];
-                if let Some(part) = map::part_of(&process.parts, holder.page) {
-                    let part = &mut process.parts[part];
-                    *(if merged { &mut part.merged } else { &mut part.shared }) += 1;
-                }
                 if merged {
                     facts.merged += Pages(1);
                     facts.merged_frames += part;
@@ -381,15 +365,6 @@ impl Survey {
         cells.clear();
         let from = self.shared.partition_point(|&(other, _)| other < frame);
         cells.extend(self.shared[from..].iter().take_while(|&&(other, _)| other == frame).map(|&(_, cell)| cell));
-    }
-
-    /// The number of parts in all maps. [`Self::parts_before`] counts only the maps of processes before this index.
-    pub fn parts(&self) -> usize {
-        self.parts_before(self.processes.len())
-    }
-
-    pub fn parts_before(&self, process: usize) -> usize {
-        self.processes[..process].iter().map(|process| process.parts.len()).sum()
     }
 
     /// The number of frames that we can read.

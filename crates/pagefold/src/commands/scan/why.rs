@@ -114,7 +114,7 @@ impl CommonFrames {
 }
 
 pub fn report(args: &ScanArgs) -> Result<WhyReport> {
-    let wanted = Wanted { maps: false, causes: true };
+    let wanted = Wanted { sharing: false, causes: true };
     let Prepared { scope, is_host, mut memory, mut scanner } = Prepared::of(args, wanted)?;
     let frames = memory.frames();
     let mut first = first_fraction(frames).max(READ_AT_LEAST / frames.max(1) as f64);
