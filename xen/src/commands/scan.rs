@@ -177,7 +177,7 @@ fn read(xen: &mut impl Hypervisor, guest: &Surveyed, cell: u32, scanner: &mut Sc
             if is_shared {
                 scanner.census.add_merged(digest);
             } else {
-                scanner.census.add_private(cell, run, None, digest);
+                scanner.census.add_private(cell, run, digest);
             }
         }
     }

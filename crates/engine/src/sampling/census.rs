@@ -20,7 +20,6 @@
 
 pub mod choose;
 mod counts;
-pub mod density;
 mod mixture;
 #[cfg(test)]
 mod tests;
@@ -71,20 +70,13 @@ struct ReadPage {
     run: u32,
     /// How many mappings share the frame.
     mappings: u32,
-    /// The part of its process that it counts for in a density map ([`density`]), or `NO_PART`.
-    part: u32,
 }
-
-/// [`ReadPage::part`] of a page that's in no part.
-const NO_PART: u32 = u32::MAX;
 
 /// Collects pages and estimates how much merging them would save.
 #[derive(Debug)]
 pub struct Census {
     cells: Vec<Cell>,
     pages: Vec<ReadPage>,
-    /// How many of the leading pages are sorted.
-    sorted: usize,
     merged: Vec<u64>,
 }
 
@@ -153,7 +145,7 @@ impl Findings {
 
 impl Census {
     pub fn new(cells: Vec<Cell>) -> Self {
-        Self { cells, pages: Vec::new(), sorted: 0, merged: Vec::new() }
+        Self { cells, pages: Vec::new(), merged: Vec::new() }
     }
 
     /// Adds a merged page's content.
@@ -161,15 +153,15 @@ impl Census {
         self.merged.push(digest.0);
     }
 
-    /// Adds a frame that only one process maps, and the part of the process where it counts for the density.
-    pub fn add_private(&mut self, cell: u32, run: u32, part: Option<u32>, digest: Digest) {
-        self.pages.push(ReadPage { digest: digest.0, cell, run, mappings: 1, part: part.unwrap_or(NO_PART) });
+    /// Adds a frame that only one process maps.
+    pub fn add_private(&mut self, cell: u32, run: u32, digest: Digest) {
+        self.pages.push(ReadPage { digest: digest.0, cell, run, mappings: 1 });
     }
 
     /// Adds a frame shared through fork, with the cell of each of its mappings.
     pub fn add_shared(&mut self, cells: &[u32], run: u32, digest: Digest) {
         let mappings = u32::try_from(cells.len()).unwrap_or(u32::MAX);
-        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings, part: NO_PART }));
+        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings }));
     }
 
     /// Removes a process that has just ended.
@@ -181,8 +173,6 @@ impl Census {
     /// Empties the cells for which `removed` is true.
     pub fn remove_cells(&mut self, removed: &[bool]) {
         self.pages.retain(|page| !removed[index(page.cell)]);
-        // We no longer know how many of the leading pages are sorted.
-        self.sorted = 0;
         for (cell, &removed) in self.cells.iter_mut().zip(removed) {
             if removed {
                 *cell = Cell { process: cell.process, ..Cell::default() };
@@ -192,19 +182,11 @@ impl Census {
 
     /// The findings, if each run was read with the probability `fraction` (1 if we've read everything).
     pub fn findings(&mut self, fraction: f64) -> Findings {
-        self.sort();
-        let counts = counts::CensusCounts::of(&self.cells, &self.pages, &self.merged, fraction);
-        counts.findings(&self.cells, fraction)
-    }
-
-    /// Sorts the pages by content.
-    fn sort(&mut self) {
         self.merged.sort_unstable();
         self.merged.dedup();
-        if self.sorted < self.pages.len() {
-            self.pages.sort_unstable_by_key(|page| (page.digest, page.cell, page.run));
-            self.sorted = self.pages.len();
-        }
+        self.pages.sort_unstable_by_key(|page| (page.digest, page.cell, page.run));
+        let counts = counts::CensusCounts::of(&self.cells, &self.pages, &self.merged, fraction);
+        counts.findings(&self.cells, fraction)
     }
 }
 

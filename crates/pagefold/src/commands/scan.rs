@@ -275,7 +275,7 @@ impl Memory for ProcessMemory {
             let digest = scanner.digest(bytes);
             match (view.state, view.frame) {
                 (PageState::Private, _) => {
-                    scanner.census.add_private(cell, run, None, digest);
+                    scanner.census.add_private(cell, run, digest);
                     if let Some(contents) = contents {
                         contents.add(digest, [number_of_process].into_iter());
                     }

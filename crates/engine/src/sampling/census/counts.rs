@@ -76,7 +76,7 @@ impl Units {
     }
 }
 
-pub(super) fn weight(page: &ReadPage) -> f64 {
+fn weight(page: &ReadPage) -> f64 {
     1.0 / f64::from(page.mappings)
 }
 

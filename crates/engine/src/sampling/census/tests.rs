@@ -37,7 +37,7 @@ impl Memory {
             let pages = u32::try_from(contents.len()).unwrap();
             chooser.cut(cell, Vpn(0), pages, from, to, |first, pages, run| {
                 for page in first.0..first.0 + u64::from(pages) {
-                    census.add_private(cell, run, None, Digest(contents[usize::try_from(page).unwrap()]));
+                    census.add_private(cell, run, Digest(contents[usize::try_from(page).unwrap()]));
                 }
             });
         }
