@@ -221,8 +221,6 @@ static bool merge_looks_equal(struct page *keep, struct page *take)
 /* Have as many stable nodes and rmap_items as n merges can take */
 static bool merge_refill(struct merge_ctx *ctx, unsigned int n)
 {
-	if (ctx->flags & KSM_MERGE_ZERO)
-		return true;
 	for (; ctx->nr_items < 2 * n; ctx->nr_items++) {
 		ctx->items[ctx->nr_items] = kmem_cache_zalloc(*k_rmap_item_cache, GFP_KERNEL | __GFP_NORETRY | __GFP_NOWARN);
 		if (!ctx->items[ctx->nr_items])
@@ -463,9 +461,7 @@ static bool merge_unpinned(struct merge_ctx *ctx, struct folio *folio)
 	return false;
 }
 
-static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
-			 unsigned int i, struct anon_vma *anon_vma, pgoff_t index,
-			 struct ksm_stable_node *node)
+static struct ksm_rmap_item *merge_new_item(struct merge_ctx *ctx, struct merge_side *side, unsigned int i)
 {
 	struct ksm_rmap_item *item = ctx->items[--ctx->nr_items];
 
@@ -473,11 +469,20 @@ static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
 	item->mm->ksm_rmap_items++;
 	(*k_ksm_rmap_items)++;
 	item->address = side->addr + i * PAGE_SIZE;
+	side->page[i].item = item;
+	return item;
+}
+
+static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
+			 unsigned int i, struct anon_vma *anon_vma, pgoff_t index,
+			 struct ksm_stable_node *node)
+{
+	struct ksm_rmap_item *item = merge_new_item(ctx, side, i);
+
 	item->anon_vma = anon_vma;
 	get_anon_vma(anon_vma);
 	set_index(item, index);
 	K(stable_tree_append)(item, node, false);
-	side->page[i].item = item;
 }
 
 /* Make the kept page a KSM page. Its pte is cleared. */
@@ -540,6 +545,9 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 		atomic_long_inc(k_ksm_zero_pages);
 		atomic_long_inc(&side->mm->ksm_zero_pages);
 		percpu_counter_dec(&side->mm->rss_stat[MM_ANONPAGES]);
+		/* This one leads nowhere: insert_items() takes the old one out of the tree */
+		if (folio_test_ksm(folio))
+			merge_new_item(ctx, side, i);
 	}
 	new = pte_young(old) ? pte_mkyoung(new) : pte_mkold(new);
 	new = pte_soft_dirty(old) ? pte_mksoft_dirty(new) :
@@ -568,7 +576,8 @@ static u8 merge_pair(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 
 		if (!node)
 			return KSM_PAGE_BUSY;
-		if (node->rmap_hlist_len >= *k_ksm_max_page_sharing)
+		/* ksmd mistakes pages that are full when it first meets them */
+		if (node->rmap_hlist_len >= *k_ksm_max_page_sharing - (node->head == k_migrate_nodes))
 			return KSM_PAGE_FULL;
 	} else if (keep && !merge_unpinned(ctx, keep)) {
 		return KSM_PAGE_BUSY;
@@ -898,7 +907,7 @@ static bool item_outdated(struct mm_struct *mm, struct ksm_rmap_item *old, struc
 	struct folio *folio = NULL;
 	bool outdated = false;
 
-	if (!(old->address & STABLE_FLAG) || old->head == item->head)
+	if (!(old->address & STABLE_FLAG) || ((item->address & STABLE_FLAG) && old->head == item->head))
 		return false;
 	/* In this order, as ksmd does */
 	mmap_read_lock(mm);
@@ -920,6 +929,7 @@ static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 	struct ksm_mm_slot *slot = find_slot(mm);
 	struct list_walk walk;
 	unsigned int i, steps = 0;
+	bool same;
 
 	for (i = 0; i < ARRAY_SIZE(((struct merge_side *)0)->runs); i++) {
 		items = merge_runs(runs[i], items);
@@ -931,19 +941,27 @@ static void insert_items(struct mm_struct *mm, struct ksm_rmap_item **runs)
 		items = item->rmap_list;
 		if (!(++steps % RESCHED_STEPS))
 			cond_resched();
-		/* While the mutex was dropped, ksmd may have found that nothing is marked, and run 2 may have unmerged all */
-		if (!slot || !(item->address & STABLE_FLAG)) {
+		/* While the mutex was dropped, ksmd may have found that nothing is marked */
+		if (!slot) {
 			drop_rmap_item(item);
 			continue;
 		}
 		old = walk_to(&walk, item_address(item));
-		if (old && item_address(old) == item_address(item) && item_outdated(mm, old, item)) {
+		same = old && item_address(old) == item_address(item);
+		if (same && item_outdated(mm, old, item)) {
+			drop_rmap_item(item);
+			continue;
+		}
+		/* The address has the zero page, or run 2 has unmerged all while the mutex was dropped */
+		if (!(item->address & STABLE_FLAG)) {
+			if (same)
+				K(remove_rmap_item_from_tree)(old);
 			drop_rmap_item(item);
 			continue;
 		}
 		*walk.link = item;
 		item->rmap_list = old;
-		if (old && item_address(old) == item_address(item)) {
+		if (same) {
 			item->rmap_list = old->rmap_list;
 			if (walk.passed < walk.index->nr && walk.index->at[walk.passed].item == old)
 				walk.index->at[walk.passed].item = item;
