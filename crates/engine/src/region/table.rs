@@ -25,9 +25,8 @@ struct Block {
     number: u64,
 }
 
-/// What we know of a mapping as a whole.
 #[derive(Clone, Copy, Debug)]
-struct Mapping {
+struct CutMapping {
     /// log2 of the size of its blocks in pages.
     bits: u32,
     pages: Pages,
@@ -38,7 +37,8 @@ struct Mapping {
 pub struct RegionTable {
     regions: Vec<Option<Region>>,
     by_block: BTreeMap<Block, u32>,
-    mappings: BTreeMap<RegionKey, Mapping>,
+    /// The mappings that we cut.
+    cut: BTreeMap<RegionKey, CutMapping>,
     /// Empty slots that entries of the index may still point to.
     retired: Vec<u32>,
     /// Empty slots that no entry of the index points to.
@@ -68,7 +68,7 @@ impl RegionTable {
 
     /// The slot of the region that holds a page.
     pub fn find(&self, key: RegionKey, page: Vpn) -> Option<u32> {
-        let bits = self.mappings.get(&key)?.bits;
+        let bits = self.cut.get(&key).map_or(WHOLE_BITS, |mapping| mapping.bits);
         self.by_block.get(&Block { key, bits, number: page.0 >> bits }).copied()
     }
 
@@ -98,11 +98,14 @@ impl RegionTable {
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut missing: BTreeSet<_> = self.by_block.keys().copied().collect();
         let mut ended = Vec::new();
-        let before = std::mem::take(&mut self.mappings);
+        let before = std::mem::take(&mut self.cut);
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
-            let is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
-            self.mappings.insert(view.key, Mapping { bits, pages: view.pages });
+            let mut is_as_long = true;
+            if bits != WHOLE_BITS {
+                is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
+                self.cut.insert(view.key, CutMapping { bits, pages: view.pages });
+            }
             for (number, view) in blocks(*view, bits) {
                 let block = Block { key: view.key, bits, number };
                 missing.remove(&block);
@@ -133,8 +136,9 @@ impl RegionTable {
             return Some(std::mem::replace(region, Region { in_blocks, ..new(view) }));
         }
         region.update(view, seed);
-        // If a mapping has another length, its pages are divided among its blocks in another way.
-        if is_as_long || !in_blocks {
+        // Pages that left memory are new to ksmd if they come back. If the mapping has another length, it divides its
+        // pages among its blocks in another way, and we don't know whether any have left.
+        if is_as_long {
             region.marks.visited = region.marks.visited.min(view.resident);
         }
         None
@@ -303,7 +307,7 @@ mod tests {
             slots = slots.max(table.regions.len());
         }
         assert!(slots < 4 * LIVE, "{slots} slots");
-        assert!(table.mappings.len() <= LIVE + lasting.len() && table.by_block.len() == LIVE + lasting.len());
+        assert!(table.cut.len() <= LIVE + lasting.len() && table.by_block.len() == LIVE + lasting.len());
     }
 
     #[test]
