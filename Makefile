@@ -1,13 +1,13 @@
 # make build    build pagefold, in target/release
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run the product's tests, as root; installs the Debian packages they need (cargo test: those that need no rights)
-# make ci       run every lane that fits into an hour: lint, test, fuzz, and the quick tests of the annexes
-# make test-all the same, and the laboratory's experiments in their quick form
+# make ci       run every lane that fits into an hour: lint, test, fuzz-inputs, and the quick tests of the annexes
+# make test-all the same, the fuzzers, and the laboratory's experiments in their quick form
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make field    run set-ups that people have reported, with the values that are right, for ten minutes each where time matters
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
-# make fuzz     check every parser on the inputs found so far, and fuzz it for 5 s (fuzz-long: 3 minutes)
+# make fuzz     check every parser on the inputs found so far (fuzz-inputs: only that), and fuzz it for 5 s (fuzz-long: 3 minutes)
 # Annexes, each a workspace of its own (see their READMEs):
 # make lab      build pagefold-lab, in target/release (lab-test: lint and test it)
 # make bench    run the experiments on the real KSM (takes long), with raw samples in target/bench and target/report.html of them
@@ -33,7 +33,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-long lab lab-test lab-live bench records \
+.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
     install-files install-documents install-program pages lab-pages deb deb-test systemd-test tarball release release-twice
 
@@ -62,9 +62,9 @@ test:
 	@PAGEFOLD_NO_SKIP=1 $(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 # What two cores do within an hour from a cold cache.
-ci: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
+ci: lint test fuzz-inputs lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
 
-test-all: ci lab-live
+test-all: ci fuzz lab-live
 
 run-tests-with-ksm:
 	$(CARGO) test $(LIVE) --no-fail-fast $(TESTS_WITH_KSM:%=--test %)
@@ -102,12 +102,14 @@ lint:
 	$(CARGO) deny --log-level error check licenses bans sources
 
 # The properties of the parsers on the inputs found so far, then on new ones.
-fuzz:
+fuzz: fuzz-inputs
 	@scripts/setup fuzz
+	scripts/fuzz 5
+
+fuzz-inputs:
 	cd fuzz && $(CARGO) fmt --check
 	cd fuzz && $(CARGO) clippy --lib --tests --locked -- -D warnings
 	cd fuzz && $(CARGO) test --locked
-	scripts/fuzz 5
 
 fuzz-long:
 	@scripts/setup fuzz
