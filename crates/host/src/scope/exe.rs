@@ -155,23 +155,20 @@ impl Exe {
 
     /// How the executable matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
-        let is_named = is_named(selector, Some(&self.path), comm);
-        if !is_named && !selector.starts_with('/') {
+        let is_path = selector.starts_with('/');
+        let is_exact = is_exactly(selector, &self.path);
+        let matches_path = is_exact || is_path && self.is_linked_as(Path::new(selector));
+        if !matches_path && !is_named(selector, Some(&self.path), comm) {
             return Matching::No;
         }
-        let is_exact = is_exactly(selector, &self.path);
-        // Whoever owns the file could have links beside it hold us up, so we look for none there.
         if let Err(why) = self.trust() {
-            let matches = is_named || self.is_linked_as(Path::new(selector));
-            return if matches { Matching::NameOnly(why.clone()) } else { Matching::No };
+            return Matching::NameOnly(why.clone());
         }
-        // A name means a link beside the file, a path itself.
-        if is_exact || self.is_linked_as(&self.path.with_file_name(selector)) {
+        // The command name may be that of a link beside the file.
+        if matches_path || self.is_linked_as(&self.path.with_file_name(selector)) {
             Matching::Yes
-        } else if is_named {
-            Matching::NameOnly(Distrust::CommandName)
         } else {
-            Matching::No
+            Matching::NameOnly(Distrust::CommandName)
         }
     }
 
@@ -190,6 +187,7 @@ fn follow_roots(path: &Path) -> Option<PathBuf> {
     let mut left: Vec<PathBuf> = Vec::new();
     push_backwards(&mut left, path);
     let mut links = 0;
+    let mut last_mount = None;
     while let Some(name) = left.pop() {
         if name == Path::new("..") {
             walked.pop();
@@ -197,7 +195,7 @@ fn follow_roots(path: &Path) -> Option<PathBuf> {
         }
         walked.push(name);
         let found = Found::of_path(&walked).ok()?;
-        if is_provided(found.mount) {
+        if last_mount.replace(found.mount) != Some(found.mount) && is_provided(found.mount) {
             return None;
         }
         match found.mode & libc::S_IFMT {
