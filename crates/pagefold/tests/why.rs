@@ -209,12 +209,8 @@ fn memory_of_two_processes_counts_once() {
     let mut parent = Holder::with(PAGES, 8 << 40);
     // It waits for a child that runs in its memory.
     parent.ask("sleep");
-    let child_of = |pid: i32| {
-        let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-        list.split_ascii_whitespace().next().map(|child| child.parse::<i32>().unwrap())
-    };
-    wait_until("the child is there", || child_of(parent.pid()).is_some());
-    let child = child_of(parent.pid()).unwrap();
+    wait_until("the child is there", || !children_of(parent.pid()).is_empty());
+    let child = children_of(parent.pid())[0];
     let report = why(&[parent.pid(), child], &[]);
     let totals = &report["totals"];
     let mapped = totals["mapped_bytes"].as_u64().unwrap();

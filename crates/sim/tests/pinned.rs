@@ -8,7 +8,7 @@ use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
-use pagefold_sim::{Fill, Mapping, Process};
+use pagefold_sim::{Fill, Mapping, Process, SimHost};
 use std::ops::Range;
 
 const EACH: Pages = Pages(32 * MIB);
@@ -73,15 +73,10 @@ fn run_until_marked(sim: &mut Machine) {
     assert_eq!(state(sim, 0), (EACH, false));
 }
 
-/// Takes these pages of each process out of memory.
-fn discard(sim: &mut Machine, processes: u32, pages: Range<u64>) {
-    for owner in 0..processes {
-        for region in sim.regions_of(OwnerKey(owner)) {
-            let first = sim.span_of(region).unwrap().first;
-            for page in pages.clone() {
-                sim.discard(region, first + page);
-            }
-        }
+/// Takes these pages of both processes out of memory.
+fn discard(sim: &mut Machine, pages: Range<u64>) {
+    for owner in 0..2 {
+        sim.change_pages(OwnerKey(owner), pages.clone(), SimHost::discard);
     }
 }
 
@@ -89,7 +84,7 @@ fn discard(sim: &mut Machine, processes: u32, pages: Range<u64>) {
 fn pinned_memory_is_unmarked_even_if_some_of_it_was_given_back() {
     let mut sim = machine(&[true; 2]);
     run_until_marked(&mut sim);
-    discard(&mut sim, 2, 0..EACH.0 / 5);
+    discard(&mut sim, 0..EACH.0 / 5);
     sim.run(300);
     assert_eq!((state(&sim, 0), state(&sim, 1)), ((Pages(0), true), (Pages(0), true)));
 }
@@ -99,7 +94,7 @@ fn memory_that_is_slowly_swapped_out_is_not_taken_for_pinned() {
     let mut sim = machine(&[false; 2]);
     run_until_marked(&mut sim);
     for step in 0..20 {
-        discard(&mut sim, 2, EACH.0 / 20 * step..EACH.0 / 20 * (step + 1));
+        discard(&mut sim, EACH.0 / 20 * step..EACH.0 / 20 * (step + 1));
         sim.run(2);
     }
     sim.run(60);
@@ -116,12 +111,9 @@ fn zeros_and_what_merged_once_stay_marked() {
     sim.run(50);
     let saved = sim.saved();
     assert!(saved.0 >= 2 * EACH.0 * 98 / 100, "{saved:?}");
-    for region in sim.regions_of(OwnerKey(1)) {
-        let first = sim.span_of(region).unwrap().first;
-        for page in 0..EACH.0 {
-            sim.write(region, first + page, 1 << 40 | page);
-        }
-    }
+    sim.change_pages(OwnerKey(1), 0..EACH.0, |host, region, page| {
+        host.write(region, page, 1 << 40 | page.0);
+    });
     sim.run(300);
     assert_eq!((0..3).map(|owner| state(&sim, owner)).collect::<Vec<_>>(), [(EACH, false); 3]);
 }

@@ -8,7 +8,7 @@ use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::{Pages, Permyriad};
-use pagefold_sim::{Behaviour, Fill, Mapping, Process, Replica, Writes, scenario};
+use pagefold_sim::{Behaviour, Fill, Mapping, Process, Replica, SimHost, Writes, scenario};
 
 /// A tenth of each instance is the same in all.
 fn thin() -> Replica {
@@ -172,27 +172,20 @@ fn a_heap_that_gives_pages_back_and_takes_new_ones_is_not_scanned_for_ever() {
         sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(64 * MIB), Fill::Series(1))));
     }
     sim.run(30);
+    let quarter = 0..16 * MIB;
     let mut content = 1 << 40;
     let mut scans = Vec::new();
     for _ in 0..60 {
         scans.push(sim.engine.scans());
-        for owner in 0..2 {
-            for region in sim.regions_of(OwnerKey(owner)) {
-                let first = sim.span_of(region).unwrap().first;
-                for page in 0..16 * MIB {
-                    sim.discard(region, first + page);
-                }
-            }
+        for owner in [OwnerKey(0), OwnerKey(1)] {
+            sim.change_pages(owner, quarter.clone(), SimHost::discard);
         }
         sim.run(15);
-        for owner in 0..2 {
-            for region in sim.regions_of(OwnerKey(owner)) {
-                let first = sim.span_of(region).unwrap().first;
-                for page in 0..16 * MIB {
-                    content += 1;
-                    sim.write(region, first + page, content);
-                }
-            }
+        for owner in [OwnerKey(0), OwnerKey(1)] {
+            sim.change_pages(owner, quarter.clone(), |host, region, page| {
+                content += 1;
+                host.write(region, page, content);
+            });
         }
         sim.run(15);
     }

@@ -51,8 +51,8 @@ pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use namespace::{Disk, Namespace};
 pub use pagefold::{
-    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, injector_on,
-    json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
+    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, children_of,
+    injector_on, json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
 };
 pub use pagefold_workload::OwnedChild;
 pub use process::{

@@ -278,7 +278,8 @@ impl Daemon {
     }
 }
 
-fn children_of(pid: i32) -> Vec<i32> {
+/// The processes that a process has started and not yet reaped.
+pub fn children_of(pid: i32) -> Vec<i32> {
     // Each thread has a list of its own.
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let lists = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("children")).unwrap_or_default());

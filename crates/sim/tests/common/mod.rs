@@ -8,12 +8,12 @@ use pagefold_engine::engine::{Cycle, Engine, cycle};
 use pagefold_engine::governor::{Governor, WINDOW_NS};
 use pagefold_engine::host::{Actions, Host, MergeResult, Merging, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
-use pagefold_engine::units::Pages;
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 use proptest::prelude::Strategy;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 
 pub const SECOND: u64 = 1_000_000_000;
 /// Pages in a MiB.
@@ -82,6 +82,21 @@ impl Machine {
             });
         });
         course
+    }
+
+    /// Calls `change` for each of these pages of each region of a process, counted from the region's first page.
+    pub fn change_pages(
+        &mut self,
+        owner: OwnerKey,
+        pages: Range<u64>,
+        mut change: impl FnMut(&mut SimHost, RegionKey, Vpn),
+    ) {
+        for region in self.host.regions_of(owner) {
+            let first = self.host.span_of(region).unwrap().first;
+            for page in pages.clone() {
+                change(&mut self.host, region, first + page);
+            }
+        }
     }
 
     /// Makes one cycle, and returns the time until the next, nanoseconds.
