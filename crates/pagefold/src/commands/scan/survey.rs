@@ -304,10 +304,12 @@ impl Survey {
         let spaces = self.spaces.entry(image_of(process)?).or_default();
         let order = |other: &Arc<Process>| compare_address_spaces(other, process).unwrap_or(Ordering::Less);
         match spaces.binary_search_by(order) {
-            Ok(at) => return Ok(Some(Exclusion::SameMemory { with: spaces[at].pid() })),
-            Err(at) => spaces.insert(at, Arc::clone(process)),
+            Ok(at) => Ok(Some(Exclusion::SameMemory { with: spaces[at].pid() })),
+            Err(at) => {
+                spaces.insert(at, Arc::clone(process));
+                Ok(None)
+            }
         }
-        Ok(None)
     }
 
     /// The cell of one process for this kind of memory.
