@@ -33,8 +33,6 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
 /// The pause after `accept` fails, so that we don't loop busily when we're out of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
-/// We only complain once that the kernel doesn't confine threads.
-static UNCONFINED: Once = Once::new();
 
 /// Answers a user's request with a line (without its newline), or an error. Gets the request and the user's uid.
 pub type Answer = dyn Fn(Request, u32) -> Result<String, Exit> + Send + Sync;
@@ -217,14 +215,8 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         let answer = answer.clone();
         let places = connections.clone();
         let thread = thread::Builder::new().name("control peer".into()).spawn(move || {
-            // Members of the group get the status, for which we read no files.
-            let confined = if may_change { Ok(()) } else { forbid_files() };
-            if let Err(error) = confined {
-                UNCONFINED.call_once(|| {
-                    complain!(
-                        "threads for members are not confined by Landlock: {error}; use a kernel with lsm=landlock"
-                    );
-                });
+            if !may_change {
+                confine();
             }
             // An error only means that the connection has ended.
             let _ = converse(stream, peer.uid, |request| {
@@ -238,6 +230,16 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         if thread.is_err() {
             connections.remove(number);
         }
+    }
+}
+
+/// Keeps this thread from files: members of the group get the status, for which we read none.
+fn confine() {
+    static COMPLAINED: Once = Once::new();
+    if let Err(error) = forbid_files() {
+        COMPLAINED.call_once(|| {
+            complain!("threads for members are not confined by Landlock: {error}; use a kernel with lsm=landlock");
+        });
     }
 }
 
