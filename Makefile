@@ -2,7 +2,7 @@
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run the product's tests, as root; installs the Debian packages they need (cargo test: those that need no rights)
 # make ci       run every lane that fits into an hour: lint, test, fuzz-inputs, and the quick tests of the annexes
-# make test-all the same, the fuzzers, and the laboratory's experiments in their quick form
+# make test-all the same, the fuzzers, the laboratory's experiments in their quick form, and xen-quick
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make field    run set-ups that people have reported, with the values that are right, for ten minutes each where time matters
 # make attack   inject a million calls into programs that try to be harmed or to escape
@@ -62,9 +62,9 @@ test:
 	@PAGEFOLD_NO_SKIP=1 $(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 # What two cores do within an hour from a cold cache.
-ci: lint test fuzz-inputs lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
+ci: lint test fuzz-inputs lab-test fleet-test kernel-quick dkms-autoinstall xen-test
 
-test-all: ci fuzz lab-live
+test-all: ci fuzz lab-live xen-quick
 
 run-tests-with-ksm:
 	$(CARGO) test $(LIVE) --no-fail-fast $(TESTS_WITH_KSM:%=--test %)
@@ -98,7 +98,7 @@ lint:
 	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
 	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-procmem | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
-	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
+	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --debug --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 
 # The properties of the parsers on the inputs found so far, then on new ones.
