@@ -13,6 +13,7 @@ use pagefold_ksm::lock::LockError;
 use pagefold_ksm::request::{self, RequestDevice, RequestError};
 use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_procmem::os::abandonable::run_abandonable;
+use pagefold_procmem::os::fields::number;
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::os::privileges::{
@@ -21,6 +22,7 @@ use pagefold_procmem::os::privileges::{
 use pagefold_procmem::os::sandbox::forbid_calls;
 use pagefold_procmem::process::ReadError;
 use pagefold_text::exit::{self, Exit};
+use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
@@ -161,6 +163,14 @@ fn refused(error: &PrivilegeError) -> Exit {
 
 /// Starts the injector, by a process that starts it again if it dies: after [`give_up_rights`] we can't.
 pub fn injector() -> Result<Injector> {
+    let is_filtered =
+        fs::read("/proc/self/status").is_ok_and(|status| matches!(number(&status, "Seccomp"), Ok(1_u8..)));
+    if is_filtered {
+        complain!(
+            "pagefold itself runs under a seccomp filter, so it can't mark programs that have one; run it outside the \
+             container, or with seccomp=unconfined"
+        );
+    }
     Injector::keep_running(injector_command().arg("--starter")).context("cannot start the injector process")
 }
 
