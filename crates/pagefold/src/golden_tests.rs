@@ -308,6 +308,11 @@ impl Run {
             (_, "redis-server") => Some(2),
             _ => None,
         };
+        let workload = match (name, pid) {
+            ("redis-server", _) => Some("redis-server.service"),
+            (_, 4_010) => Some("vm web-1"),
+            _ => None,
+        };
         self.machine.targets.push(TargetFacts {
             owner,
             pid,
@@ -316,6 +321,7 @@ impl Run {
             name: name.to_owned(),
             uid,
             exe: Some(format!("/usr/bin/{name}").into()),
+            workload: workload.map(str::to_owned),
             cgroup: Some(cgroup),
             selected_by,
             ..TargetFacts::default()

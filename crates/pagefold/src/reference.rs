@@ -196,7 +196,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("levels[].level, levels[].share, levels[].regions, levels[].resident_bytes", "Memory by level of the ladder, from the top; the level's share of a core"),
             ("next[].what, next[].regions, next[].resident_bytes, next[].soonest_seconds", "Memory by its next step, as in pagefold.explain/1"),
             ("domains[].name, domains[].processes, domains[].resident_bytes, domains[].marked_bytes, domains[].left_alone", "Memory by trust domain; whether the domain is left alone because ksmd merges another one"),
-            ("processes[].pid, processes[].name, processes[].regions", "A process"),
+            ("processes[].pid, processes[].name, processes[].workload, processes[].regions", "A process, and the workload that it belongs to"),
             ("processes[].resident_bytes, processes[].marked_bytes, processes[].expected_bytes, processes[].saved_bytes, processes[].left_alone", "The process's memory; its part of the savings; why it is left alone"),
             ("processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "Memory to unmark; why it must be unmarked; why that has failed so far"),
             ("scopes[].kind, scopes[].name, scopes[].processes", "Processes by the selector that they match, with the same figures as for processes"),
@@ -241,7 +241,7 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, selectors, scope, paused, dry_run", "The processes that were asked for, as flags; the run's scope and state"),
             ("resident_bytes, marked_bytes, expected_bytes, saved_bytes", "Sums of the processes in scope, as in pagefold.status/1"),
-            ("processes[].pid, processes[].name, processes[].regions", "The processes in scope, as in pagefold.status/1"),
+            ("processes[].pid, processes[].name, processes[].workload, processes[].regions", "The processes in scope, as in pagefold.status/1"),
             ("processes[].left_alone, processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "As in pagefold.status/1"),
             ("processes_outside", "How many more processes match that are not in the run's scope"),
             ("reasons[].next, reasons[].reason, reasons[].regions, reasons[].resident_bytes", "The regions of these processes by their next step (as in pagefold.explain/1) and its reason"),

@@ -14,6 +14,7 @@ pub mod deny_list;
 pub mod domain;
 pub mod dumpable;
 mod dumpable_beside;
+mod engine_names;
 pub mod exclude;
 pub mod exe;
 pub mod kept_out;

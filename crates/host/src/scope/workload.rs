@@ -1,6 +1,6 @@
 //! Names a cgroup as its administrators do: a virtual machine, a container, a pod, a systemd unit.
 //!
-//! We only look at the path. Formats: systemd's escapes (systemd-escape(1)); libvirt's
+//! We look at the path, and at the names that engines have for what's in it. Formats: systemd's escapes (systemd-escape(1)); libvirt's
 //! `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`,
 //! `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the
 //! kubelet's `...podUID.slice` and `kubepods/.../podUID`; LXC's `lxc.payload.NAME`.
@@ -8,6 +8,7 @@
 //! A path has several names: a container is in a pod, a service in a slice. Any of them selects the processes below.
 
 use super::ProcessInfo;
+use super::engine_names::EngineNames;
 use super::selection::list_pids;
 use pagefold_procmem::cgroup::{Cgroup, parse_cgroups};
 use pagefold_procmem::process::Process;
@@ -95,11 +96,6 @@ impl fmt::Display for Workload {
     }
 }
 
-/// The workload of the process with this pid. `None` for the root cgroup, and for a process that has ended.
-pub fn workload_of(pid: i32) -> Option<Workload> {
-    workload_of_process(&Process::open(pid).ok()?)
-}
-
 /// The names of the workloads of a kind that have processes.
 pub fn running(kind: WorkloadKind, proc: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
@@ -155,11 +151,22 @@ pub(super) struct Label<'a> {
 impl Label<'_> {
     fn workload(&self) -> Workload {
         let name = match self.kind {
-            WorkloadKind::Container if is_id(&self.name) => &self.name[..SHORT_ID],
-            WorkloadKind::Unit => &unescaped(&self.name),
-            _ => &self.name,
+            WorkloadKind::Unit => unescaped(&self.name),
+            WorkloadKind::Container if is_id(&self.name) => {
+                self.engines_name().unwrap_or_else(|| self.name[..SHORT_ID].to_owned())
+            }
+            _ => self.engines_name().unwrap_or_else(|| self.name.clone()),
         };
         Workload { kind: self.kind, name: printable(name.as_bytes()) }
+    }
+
+    /// The name that a container or pod has besides its identifier.
+    fn engines_name(&self) -> Option<String> {
+        match self.kind {
+            WorkloadKind::Container if is_id(&self.name) => EngineNames::here().container(&self.name),
+            WorkloadKind::Pod => EngineNames::here().pod(&self.name),
+            _ => None,
+        }
     }
 
     fn is_service(&self) -> bool {
@@ -167,14 +174,15 @@ impl Label<'_> {
     }
 
     /// Whether `asked` is a name of this workload: as we show it, as it is in the path, the first digits of an
-    /// identifier, or a service without `.service`.
+    /// identifier, the engine's name for it, or a service without `.service`.
     pub(super) fn is_called(&self, asked: &Workload) -> bool {
         if self.kind != asked.kind {
             return false;
         }
         if matches!(self.kind, WorkloadKind::Pod | WorkloadKind::Container) && is_id(&self.name) {
             let digits = asked.name.to_ascii_lowercase();
-            return digits.len() >= SHORT_ID && self.name.starts_with(&digits);
+            let has_digits = digits.len() >= SHORT_ID && self.name.starts_with(&digits);
+            return has_digits || self.engines_name().is_some_and(|name| name == asked.name);
         }
         let shown = self.workload().name;
         for name in [&self.name, &shown] {

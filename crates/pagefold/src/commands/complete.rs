@@ -24,7 +24,7 @@ pub fn run(kind: &str) -> Result<u8> {
 }
 
 fn is_plain(name: &str) -> bool {
-    !name.starts_with('-') && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"@:._-".contains(&byte))
+    !name.starts_with('-') && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"@:._/-".contains(&byte))
 }
 
 #[cfg(test)]

@@ -148,6 +148,8 @@ pub struct DomainRow {
 pub struct ProcessRow {
     pub pid: i32,
     pub name: String,
+    #[serde(default)]
+    pub workload: Option<String>,
     pub regions: usize,
     #[serde(flatten)]
     pub memory: MemoryTotal,
@@ -348,6 +350,7 @@ impl ProcessRow {
         Self {
             pid: target.pid,
             name: target.name.clone(),
+            workload: target.workload.clone(),
             regions: total.regions,
             memory: total.memory,
             saved_bytes: is_counted.then_some(total.saved_bytes),

@@ -20,7 +20,6 @@ use crate::output::host_name;
 use crate::output::page::{self, Origin};
 use anyhow::Result;
 use html::Sources;
-use pagefold_host::scope::workload::workload_of;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Lines, colours};
 use ratatui::Terminal;
@@ -32,7 +31,6 @@ use ratatui::crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, d
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use state::{Top, View};
-use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -75,13 +73,11 @@ pub struct TopArgs {
 /// The history, or why there is none.
 type Moments = Result<Vec<Moment>, String>;
 
-/// What we learn from the daemon and from /proc at one time.
+/// What we learn from the daemon at one time.
 pub struct Answer {
     /// When the answer came, seconds since 1970.
     time: u64,
     status: Result<Status, String>,
-    /// Each process's workload.
-    workloads: BTreeMap<i32, String>,
     explanation: Option<Result<Explanation, String>>,
     /// Present if we've read the history again for this answer.
     history: Option<Moments>,
@@ -135,8 +131,7 @@ fn print_once(status: Status) -> String {
     let mut top = Top::new(false);
     top.host = host_name();
     let rows = u16::try_from(status.programs.processes.len()).unwrap_or(ROWS_MOST).min(ROWS_MOST) + OTHER_ROWS;
-    let workloads = workloads(Some(&status));
-    top.update(Answer { time: history::now(), status: Ok(status), workloads, explanation: None, history: None });
+    top.update(Answer { time: history::now(), status: Ok(status), explanation: None, history: None });
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
     screen(&mut top, (columns.clamp(40, 500), rows))
 }
@@ -179,12 +174,11 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
             read = Instant::now();
         }
         let status = ask::<Status>(&Request::Status).map_err(|error| error.to_string());
-        let workloads = workloads(status.as_ref().ok());
         let explanation = match explained.load(Ordering::Relaxed) {
             0 => None,
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
         };
-        let answer = Answer { time: history::now(), status, workloads, explanation, history };
+        let answer = Answer { time: history::now(), status, explanation, history };
         // The channel is full only if the screen's thread hangs in writing to the terminal. Then we drop the answer.
         if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
@@ -195,17 +189,6 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
         }
         std::thread::sleep(INTERVAL);
     }
-}
-
-/// The workload of each process in a status.
-fn workloads(status: Option<&Status>) -> BTreeMap<i32, String> {
-    let mut workloads = BTreeMap::new();
-    for row in status.iter().flat_map(|status| &status.programs.processes) {
-        if let Some(workload) = workload_of(row.pid) {
-            workloads.insert(row.pid, workload.to_string());
-        }
-    }
-    workloads
 }
 
 fn moments(path: &Path, since: Duration) -> Moments {
@@ -230,7 +213,6 @@ fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
     };
     let sources = Sources {
         status: status.as_ref(),
-        workloads: &workloads(status.as_ref()),
         moments: moments.as_deref().unwrap_or_default(),
         problem: moments.as_ref().err().map(String::as_str),
         since,

@@ -114,11 +114,11 @@ options! {
             "Processes of this systemd unit and below it (.service may be left out)";
         "vms" "--vm <NAME>" vms: Vec<String>, List, "[\"web1\", 104]",
             "This virtual machine: libvirt's name or Proxmox VE's number";
-        "containers" "--container <ID>" containers: Vec<String>, List, "[\"3f0c1d2e9a7b\"]",
-            "Processes of this container (Docker, containerd, CRI-O, Podman, LXC): 12 or more digits of its ID, or \
-             LXC's name";
-        "pods" "--pod <UID>" pods: Vec<String>, List, "[\"6c2f1f0e-1111-4222-8333-944445555666\"]",
-            "Processes of this Kubernetes pod: 12 or more characters of its UID";
+        "containers" "--container <NAME>" containers: Vec<String>, List, "[\"web1\", \"3f0c1d2e9a7b\"]",
+            "Processes of this container (Docker, Podman, nerdctl, LXC: its name; these, containerd, CRI-O: 12 or more \
+             digits of its ID)";
+        "pods" "--pod <NAME>" pods: Vec<String>, List, "[\"shop/cart-0\"]",
+            "Processes of this Kubernetes pod: its namespace and name, or 12 or more characters of its UID";
         "enabled" "SELECTOR" enabled: Vec<Selector>, List, "[\"exe redis-server\", \"unit nginx.service\"]",
             "What pagefold enable has added: a kind (exe, unit, vm, container, pod, cgroup or user) and a name";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
@@ -159,7 +159,7 @@ options! {
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";
-        "workloads" "NAME" denied_workloads: Vec<String>, List, "[\"vault.service\", \"vm web1\", \"container 3f0c1d2e9a7b\"]",
+        "workloads" "NAME" denied_workloads: Vec<String>, List, "[\"vault.service\", \"vm web1\", \"container vault\"]",
             "Never touch these units, virtual machines, containers and pods, named as pagefold top shows them";
         "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
             "[\"batch.service\", \"web1\"]",

@@ -68,6 +68,8 @@ pub struct TargetFacts {
     pub uid: u32,
     pub exe: Option<PathBuf>,
     pub cgroup: Option<String>,
+    /// As people call it.
+    pub workload: Option<String>,
     /// The selector that the process matches: an index into [`RunFacts::selectors`].
     pub selected_by: Option<usize>,
     /// Why we leave the target alone, if we do.
@@ -169,6 +171,7 @@ impl From<&Target> for TargetFacts {
             uid: target.info.uid(),
             exe: target.info.exe.as_ref().map(|exe| exe.to_path_buf()),
             cgroup: target.info.cgroups.path.clone(),
+            workload: target.info.workload().map(|workload| workload.to_string()),
             selected_by: target.info.selected_by,
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),

@@ -10,7 +10,6 @@ use pagefold_engine::units::Pages;
 use pagefold_text::figures::time;
 use pagefold_text::style::{count, human, percent};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -20,7 +19,6 @@ const ROWS_MOST: usize = 200;
 /// The page's data: the history, the status of a running daemon, or both.
 pub struct Sources<'a> {
     pub status: Option<&'a Status>,
-    pub workloads: &'a BTreeMap<i32, String>,
     pub moments: &'a [Moment],
     /// Why there is no history.
     pub problem: Option<&'a str>,
@@ -43,7 +41,7 @@ pub fn page(sources: &Sources) -> String {
     }
     over_time(&mut html, sources);
     if let Some(status) = sources.status {
-        programs(&mut html, status, sources.workloads);
+        programs(&mut html, status);
         memory(&mut html, status);
         left_alone(&mut html, status);
         events(&mut html, status);
@@ -157,8 +155,8 @@ fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
     cells
 }
 
-fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String>) {
-    let mut sums = by_workload(process_rows(status, workloads));
+fn programs(html: &mut String, status: &Status) {
+    let mut sums = by_workload(process_rows(status));
     sums.retain(|sum| sum.workload != NO_WORKLOAD);
     sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.resident_bytes)));
     if !sums.is_empty() {
@@ -173,7 +171,7 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
         });
     }
     let head = format!("<th class=\"n\">PID</th><th>Program</th>{MEMORY_HEAD}<th>Belongs to</th>");
-    table(html, "By process", &head, &equal_processes(status, workloads), |row| {
+    table(html, "By process", &head, &equal_processes(status), |row| {
         let pid = match row.pid {
             Some(pid) if row.processes == 1 => pid.to_string(),
             _ => format!("{} equal", row.processes),
@@ -188,9 +186,9 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
 }
 
 /// The table's rows: one for each process, except that those of one program in one workload share a row.
-fn equal_processes(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
+fn equal_processes(status: &Status) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for mut process in process_rows(status, workloads) {
+    for mut process in process_rows(status) {
         if let Some(why) = process.left_alone.take() {
             process.workload = format!("left alone: {why}");
         } else if process.workload == NO_WORKLOAD {

@@ -112,7 +112,6 @@ pub struct Top {
     pub typing: bool,
     pub table: TableState,
     pub regions: TableState,
-    workloads: BTreeMap<i32, String>,
     over: bool,
 }
 
@@ -137,7 +136,6 @@ impl Top {
             typing: false,
             table: TableState::default().with_selected(0),
             regions: TableState::default().with_selected(0),
-            workloads: BTreeMap::new(),
             over: false,
         }
     }
@@ -169,7 +167,6 @@ impl Top {
                 let selected = self.selected();
                 self.status = Some(status);
                 self.problem = None;
-                self.workloads = answer.workloads;
                 self.select(selected.as_ref());
             }
             Err(problem) => self.problem = Some(problem),
@@ -309,7 +306,7 @@ impl Top {
     /// The filtered and sorted rows.
     pub fn rows(&self) -> Vec<Row> {
         let Some(status) = &self.status else { return Vec::new() };
-        let mut rows = process_rows(status, &self.workloads);
+        let mut rows = process_rows(status);
         if self.rows_are == Rows::Workload {
             rows = by_workload(rows);
         }
@@ -334,13 +331,13 @@ impl Top {
     }
 }
 
-pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
+pub fn process_rows(status: &Status) -> Vec<Row> {
     let mut rows = Vec::new();
     for process in &status.programs.processes {
         rows.push(Row {
             pid: Some(process.pid),
             name: process.name.clone(),
-            workload: workloads.get(&process.pid).map_or(NO_WORKLOAD, String::as_str).to_owned(),
+            workload: process.workload.as_deref().unwrap_or(NO_WORKLOAD).to_owned(),
             processes: 1,
             memory: process.memory,
             saved_bytes: process.saved_bytes,

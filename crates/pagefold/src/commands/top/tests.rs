@@ -13,14 +13,18 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::{Color, Modifier};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
 fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
     let process = |pid: i32, name: &str, mib: u64, left_alone: Option<&str>| {
-        json!({"pid": pid, "name": name, "regions": 3, "resident_bytes": mib << 20, "marked_bytes": mib << 19,
+        let workload = match pid {
+            10 | 11 => Some("vm web-1"),
+            30 => Some("nginx.service"),
+            _ => None,
+        };
+        json!({"pid": pid, "name": name, "workload": workload, "regions": 3, "resident_bytes": mib << 20, "marked_bytes": mib << 19,
             "expected_bytes": mib << 18, "left_alone": left_alone, "to_unmark": null})
     };
     let events = json!([
@@ -49,11 +53,9 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
 }
 
 fn answer(status: Value) -> Answer {
-    let names = [(10, "vm web-1"), (11, "vm web-1"), (30, "nginx.service")];
     Answer {
         time: NOW,
         status: Ok(serde_json::from_value::<Status>(status).unwrap()),
-        workloads: BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned()))),
         explanation: None,
         history: None,
     }
@@ -148,13 +150,7 @@ fn another_run_begins_a_new_curve() {
     let mut top = top();
     top.update(answer(status(1.0, 0, true)));
     assert_eq!(top.seen.len(), 1);
-    top.update(Answer {
-        time: NOW,
-        status: Err("no pagefold is running".into()),
-        workloads: BTreeMap::new(),
-        explanation: None,
-        history: None,
-    });
+    top.update(Answer { time: NOW, status: Err("no pagefold is running".into()), explanation: None, history: None });
     assert!(screen(&mut top, NORMAL).contains("No answer: no pagefold is running"));
 }
 
@@ -246,11 +242,6 @@ fn watched() -> (Run, Status) {
     (run, before)
 }
 
-fn workloads() -> BTreeMap<i32, String> {
-    let names = [(4_001, "redis-server.service"), (4_002, "redis-server.service"), (4_010, "vm web-1")];
-    BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned())))
-}
-
 fn moments() -> Vec<Moment> {
     let moment = |ago: u64, saved: u64, cpu: u64| Moment {
         time: NOW - ago,
@@ -269,8 +260,7 @@ fn moments() -> Vec<Moment> {
 #[test]
 fn every_view_has_its_golden_screens() {
     let (run, before) = watched();
-    let answer =
-        |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
+    let answer = |status| Answer { time: NOW, status: Ok(status), explanation: None, history: None };
     for size in [(40, 12), (80, 24), (120, 40), (200, 50)] {
         let mut screens = Vec::new();
         for (view, keys) in [
@@ -357,8 +347,7 @@ fn the_picture_of_the_readme_is_the_screen() {
     let (run, before) = watched();
     let mut top = Top::new(true);
     top.host = "host1".to_owned();
-    let answer =
-        |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
+    let answer = |status| Answer { time: NOW, status: Ok(status), explanation: None, history: None };
     top.update(answer(before));
     top.update(answer(run.status()));
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/top.svg");
@@ -370,11 +359,10 @@ fn the_picture_of_the_readme_is_the_screen() {
 #[test]
 fn the_page_is_a_golden_file() {
     let (run, _) = watched();
-    let (status, workloads, moments) = (run.status(), workloads(), moments());
+    let (status, moments) = (run.status(), moments());
     let since = Duration::from_secs(7_200);
     let origin = Origin { host: "host1".to_owned(), time: NOW };
-    let sources =
-        Sources { status: Some(&status), workloads: &workloads, moments: &moments, problem: None, since, origin };
+    let sources = Sources { status: Some(&status), moments: &moments, problem: None, since, origin };
     golden::check("top.html", &html::page(&sources));
     golden::check("top-ended.html", &html::page(&Sources { status: None, ..sources }));
 }
