@@ -151,6 +151,12 @@ impl SimHost {
         }
     }
 
+    /// Maps private pages with these contents right below a region now. pagefold takes both mappings for one region.
+    pub fn map_below(&mut self, region: RegionKey, content: &[u64]) {
+        self.memory.map_below(region.0, content);
+        self.residents.remove(&region.0);
+    }
+
     /// Writes a content (0: zeros) to a page now. Returns false if there is no such page.
     pub fn write(&mut self, region: RegionKey, page: Vpn, content: u64) -> bool {
         let offset = self.memory.region(region.0).and_then(|region| region.offset(page));

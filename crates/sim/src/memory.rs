@@ -141,6 +141,24 @@ impl Memory {
         RegionKey(key)
     }
 
+    /// Maps private pages with these contents right below a region, before anything in it is marked. pagefold takes both
+    /// mappings for one region. The kernel doesn't join them: it can't join new memory to a mapping that it has forked.
+    pub fn map_below(&mut self, key: u32, content: &[u64]) {
+        let region = self.region_mut(key).expect("a region that is mapped");
+        let is_plain = region.items.is_empty() && region.marks.is_empty() && region.pinned.is_empty();
+        assert!(is_plain && region.huge.is_empty() && region.nodes.is_empty() && region.reads.is_empty());
+        assert!(region.writes.is_empty() && region.eighths.is_empty() && region.seam == 0);
+        region.first -= content.len() as u64;
+        region.seam = u32::try_from(content.len()).expect("a region has below 2^32 pages");
+        region.content.splice(0..0, content.iter().copied());
+        region.backing.splice(0..0, content.iter().map(|_| Backing::Private));
+        if !region.frame.is_empty() {
+            region.frame.splice(0..0, content.iter().map(|_| NONE));
+        }
+        let owner = region.owner;
+        self.owners[owner as usize].changes += 1;
+    }
+
     /// Unmaps a region. ksmd's records of it become stale.
     pub fn unmap(&mut self, key: u32) {
         let pages = self.region(key).map_or(0, Region::len);
@@ -397,6 +415,7 @@ impl Memory {
             if let Some(copy) = self.region_mut(copy.0) {
                 copy.frame.clone_from(&region.frame);
                 copy.marks.clone_from(&region.marks);
+                copy.seam = region.seam;
                 copy.huge.clone_from(&region.huge);
                 copy.node = region.node;
                 copy.nodes.clone_from(&region.nodes);

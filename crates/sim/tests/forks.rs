@@ -5,6 +5,7 @@ mod common;
 
 use common::{MIB, Machine, config, requested};
 use pagefold_engine::config::Config;
+use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Actions, Change, Host};
 use pagefold_engine::keys::OwnerKey;
@@ -70,6 +71,18 @@ impl Families {
         }
     }
 
+    /// Each worker maps so many MiB of its own right below what it inherited. Returns the number of these pages.
+    fn allocate(&mut self, mib: [u64; 8]) -> u64 {
+        let mut pages = 0;
+        for (&worker, mib) in self.workers.iter().zip(mib) {
+            let region = self.sim.regions_of(worker)[0];
+            let content: Vec<u64> = (0..mib * MIB).map(|page| 9 << 32 | u64::from(worker.0) << 20 | page).collect();
+            self.sim.map_below(region, &content);
+            pages += mib * MIB;
+        }
+        pages
+    }
+
     fn content(&self, owner: OwnerKey) -> Vec<u64> {
         let region = self.sim.regions_of(owner)[0];
         let first = self.sim.span_of(region).expect("it is there").first;
@@ -106,6 +119,21 @@ fn two_families_come_to_share_one_copy() {
         families.assert_frames(0);
         let merged = families.sim.merged_pages();
         assert!(merged.0 * 100 >= 2 * (workers + 1) * PAGES * 98, "{merged:?}");
+        let reasons: Vec<Reason> = families.sim.engine.regions().map(|region| region.decision.reason).collect();
+        println!("{reasons:?}");
+    }
+}
+
+/// New mappings are placed right below older ones, and we take both for one region.
+#[test]
+fn workers_that_allocate_memory_stay_in_the_family() {
+    for mib in [[1, 2, 3, 4, 5, 6, 7, 8], [3; 8]] {
+        let mut families = Families::new(4);
+        let own = families.allocate(mib);
+        families.run(25);
+        families.assert_frames(own);
+        let reasons: Vec<Reason> = families.sim.engine.regions().map(|region| region.decision.reason).collect();
+        println!("{reasons:?}");
     }
 }
 

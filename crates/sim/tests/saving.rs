@@ -231,6 +231,59 @@ fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
     twins.check("diverged");
 }
 
+/// Each process maps so many MiB of its own right below its memory.
+fn map_below(twins: &mut Twins, owners: &[OwnerKey], mib: impl Fn(usize) -> u64) {
+    for (number, &owner) in owners.iter().enumerate() {
+        let own = |page: u64| 9 << 32 | u64::from(owner.0) << 20 | page;
+        let content: Vec<u64> = (0..mib(number) * MIB).map(own).collect();
+        twins.change(|host| host.map_below(host.regions_of(owner)[0], &content));
+    }
+}
+
+/// New mappings are placed right below older ones, and we take both for one region. So a worker's region doesn't begin
+/// where its master's does.
+#[test]
+fn families_whose_workers_allocate_memory_are_merged_with_each_other() {
+    let sizes: [fn(usize) -> u64; 2] = [|number| 1 + number as u64, |_| 3];
+    for mib in sizes {
+        for mut twins in twins() {
+            let workers = prefork(&mut twins, 2, 4);
+            map_below(&mut twins, &workers, mib);
+            twins.run(40);
+            let saved = twins.check("workers have allocated");
+            assert!(saved >= 16 * MIB * 95 / 100, "{saved}");
+        }
+    }
+}
+
+/// The workers of one master are like each other, and unlike it. Merging them saves nothing.
+#[test]
+fn one_family_whose_workers_allocate_memory_is_left_alone() {
+    for mut twins in twins() {
+        let workers = prefork(&mut twins, 1, 4);
+        map_below(&mut twins, &workers, |_| 3);
+        twins.run(40);
+        assert_eq!(twins.check("one family"), 0);
+        assert_eq!(twins.merged.engine.regions().map(|region| region.marks.spans.len()).sum::<usize>(), 0);
+    }
+}
+
+/// Garbage collectors of the workers rewrite a half alike, after each has allocated.
+#[test]
+fn what_workers_wrote_alike_counts_wherever_their_memory_begins() {
+    for mut twins in twins() {
+        let workers = prefork(&mut twins, 1, 4);
+        map_below(&mut twins, &workers, |number| 1 + number as u64);
+        for (number, &worker) in workers.iter().enumerate() {
+            let first = (1 + number as u64 + 8) * MIB;
+            write(&mut twins, worker, first, |page| 5 << 32 | (page - first));
+        }
+        twins.run(60);
+        let saved = twins.check("rewritten alike");
+        assert!(saved >= 3 * 8 * MIB * 95 / 100, "{saved}");
+    }
+}
+
 #[test]
 fn one_family_of_forks_by_itself_is_left_alone() {
     for mut twins in twins() {

@@ -62,11 +62,12 @@ impl SimHost {
 
     /// Marks the mappings of both sides as a whole, as the kernel does.
     fn mark_named(&mut self, range: &MergeRange) {
-        let keep = range.keep.first().map(|(region, _)| region);
-        for key in std::iter::once(range.take.region).chain(keep) {
+        let PageRun { region, first, pages } = range.take;
+        for (key, first) in std::iter::once((region, first)).chain(range.keep.first()) {
             let Some(region) = self.memory.region_mut(key.0) else { continue };
-            let (pages, owner) = (region.len(), region.owner);
-            region.marks.add(0..pages);
+            let Some(page) = region.offset(first) else { continue };
+            let owner = region.owner;
+            region.marks.add(region.mappings_at(page, pages));
             self.ksmd.register(&mut self.memory, owner, self.now_ns);
         }
     }

@@ -6,12 +6,17 @@ use super::page::{Backing, ItemState, NONE, PageWrites, RmapItem};
 use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey};
 use pagefold_engine::units::{EXTENT_PAGES, Vpn};
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 #[derive(Debug, Default)]
 pub struct Region {
     pub owner: u32,
     pub(crate) family: FamilyKey,
     pub(crate) first: u64,
+    /// Where the upper of its two mappings begins, if it consists of two ([`Memory::map_below`]).
+    ///
+    /// [`Memory::map_below`]: super::Memory::map_below
+    pub(crate) seam: u32,
     pub content: Vec<u64>,
     pub backing: Vec<Backing>,
     /// The merged or fork-shared frame of each page. Empty until a page needs it.
@@ -53,6 +58,13 @@ impl Region {
     pub(crate) fn offset(&self, page: Vpn) -> Option<u32> {
         let offset = page.0.checked_sub(self.first)?;
         u32::try_from(offset).ok().filter(|&offset| offset < self.len())
+    }
+
+    /// The mapping that contains a page, and the other one if it contains one of the `pages` from there on.
+    pub(crate) fn mappings_at(&self, page: u32, pages: u32) -> Range<u32> {
+        let start = if page < self.seam { 0 } else { self.seam };
+        let end = if page + pages <= self.seam { self.seam } else { self.len() };
+        start..end
     }
 
     pub(super) fn extent(&self, page: u32) -> usize {
