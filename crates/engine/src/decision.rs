@@ -92,6 +92,8 @@ pub enum Reason {
     Done,
     /// We've read it whole. Its duplicates are too scattered to mark.
     Scattered,
+    /// This many processes share it through fork, so merging it costs more than it saves.
+    SharedByMany(u64),
     /// Samples show few duplicates.
     #[default]
     Sparse,
@@ -117,6 +119,7 @@ impl fmt::Display for Reason {
             Self::Promising => f.write_str("samples show duplicates"),
             Self::Done => f.write_str("done"),
             Self::Scattered => f.write_str("scattered duplicates"),
+            Self::SharedByMany(processes) => write!(f, "shared by {processes} processes"),
             Self::Sparse => f.write_str("few duplicates"),
         }
     }

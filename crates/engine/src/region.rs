@@ -61,8 +61,8 @@ pub struct Region {
     /// What the region's process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
-    /// Whether another process in scope, related to the region's own by fork, has a region at the same address.
-    pub has_relatives: bool,
+    /// The number of its family by fork: other processes in scope, related to its own, have regions that overlap it.
+    pub relatives: Option<u32>,
     /// Why we leave the region alone, and until when.
     pub hold: Hold,
     /// What happens to the region next, as we decided at the end of the last cycle.
@@ -85,7 +85,7 @@ impl Region {
             marks: Marks::default(),
             usage: Usage::default(),
             fork: Fork::Alone,
-            has_relatives: false,
+            relatives: None,
             hold: Hold::new(view.left_alone),
             decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
@@ -121,7 +121,12 @@ impl Region {
 
     /// Whether this page of this mapping is in the region.
     pub fn holds(&self, key: RegionKey, page: Vpn) -> bool {
-        self.view.key == key && (self.view.first..self.end()).contains(&page)
+        self.view.key == key && self.has(page)
+    }
+
+    /// Whether this page of its process is in the region.
+    pub fn has(&self, page: Vpn) -> bool {
+        (self.view.first..self.end()).contains(&page)
     }
 
     pub fn run(&self, first: Vpn, pages: Pages) -> PageRun {

@@ -283,14 +283,15 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
         shared.extend(last.map(|region| (region.view.lineage, sample.page)));
     }
     let mut unmarked: FxHashMap<LineageKey, Vec<&Region>> = FxHashMap::default();
-    for region in table.iter().filter(|region| region.has_relatives && !region.is_marked_whole() && !region.is_named())
+    for region in
+        table.iter().filter(|region| region.relatives.is_some() && !region.is_marked_whole() && !region.is_named())
     {
         unmarked.entry(region.view.lineage).or_default().push(region);
     }
     for (&(lineage, page, _), family) in families {
         family.is_frame_kept = shared.contains(&(lineage, page));
         for region in unmarked.get(&lineage).into_iter().flatten() {
-            let is_there = region.holds(region.view.key, page) && !region.is_marked(page);
+            let is_there = region.has(page) && !region.is_marked(page);
             family.is_frame_kept |= is_there && !region.usage.own.contains(page);
         }
     }
@@ -393,7 +394,7 @@ mod tests {
     /// Notes that the relatives in these slots have frames of their own.
     fn own(table: &mut RegionTable, slots: std::ops::Range<u32>, pages: u64) {
         for region in table.iter_mut() {
-            region.has_relatives = true;
+            region.relatives = Some(0);
             if slots.contains(&(region.view.key.0 - 1)) {
                 region.usage.own = PageSet::default();
                 for page in 0..pages {

@@ -12,7 +12,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel
-/// chooses at random at each exec. A forked child has the same value as its parent until either calls exec.
+/// chooses at random at each exec. A forked child has the same value as its parent until either calls exec. With address
+/// randomization off, strangers may have the same value, too. The bytes at `AT_RANDOM` would tell them apart, but
+/// reading them takes the lock of the memory map, and Go programs clear them.
 pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     // One read is enough: on every kernel the vector has some 20 pairs of words.
     let mut auxv = [0; 2048];

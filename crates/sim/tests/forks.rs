@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{MIB, Machine, config, requested};
+use common::{MIB, Machine, config, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
@@ -23,7 +23,11 @@ struct Families {
 
 impl Families {
     fn new(workers: u64) -> Self {
-        let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
+        Self::on(requested(), workers)
+    }
+
+    fn on(host: SimHost, workers: u64) -> Self {
+        let mut sim = Machine::with(host, Config { governor: Governor::Full, ..config() });
         let mapping = || Mapping::new(Pages(PAGES), Fill::Series(1));
         let masters = [0, 0].map(|start_ns| sim.add(Process::starting_at(start_ns).mapping(mapping())));
         let mut families = Self { sim, masters, workers: Vec::new() };
@@ -89,6 +93,13 @@ impl Families {
         (0..PAGES).map(|page| self.sim.page(region, first + page).expect("it is there").0).collect()
     }
 
+    #[track_caller]
+    fn assert_reasons(&self, right: Reason) {
+        for region in self.sim.engine.regions() {
+            assert_eq!(region.decision.reason, right, "of process {}", region.view.owner.0);
+        }
+    }
+
     fn frames(&self) -> u64 {
         self.sim.truth().frames
     }
@@ -119,8 +130,7 @@ fn two_families_come_to_share_one_copy() {
         families.assert_frames(0);
         let merged = families.sim.merged_pages();
         assert!(merged.0 * 100 >= 2 * (workers + 1) * PAGES * 98, "{merged:?}");
-        let reasons: Vec<Reason> = families.sim.engine.regions().map(|region| region.decision.reason).collect();
-        println!("{reasons:?}");
+        families.assert_reasons(Reason::Done);
     }
 }
 
@@ -132,8 +142,7 @@ fn workers_that_allocate_memory_stay_in_the_family() {
         let own = families.allocate(mib);
         families.run(25);
         families.assert_frames(own);
-        let reasons: Vec<Reason> = families.sim.engine.regions().map(|region| region.decision.reason).collect();
-        println!("{reasons:?}");
+        families.assert_reasons(Reason::Done);
     }
 }
 
@@ -245,6 +254,23 @@ fn a_family_with_a_member_out_of_scope_is_left_alone() {
     families.sim.leave_alone(families.workers[1], false);
     families.run(60);
     families.assert_frames(0);
+}
+
+/// Merging two pages that are shared that often costs more than the one frame is worth.
+#[test]
+fn a_family_with_too_many_members_is_left_alone() {
+    for (host, most) in [(requested(), 100), (host(), 20)] {
+        let mut families = Families::on(host, most);
+        families.run(60);
+        assert_eq!(families.sim.merged_pages(), Pages(0));
+        families.assert_reasons(Reason::SharedByMany(most + 1));
+        // Once one has ended, they're few enough.
+        for worker in [0, usize::try_from(most).unwrap()] {
+            families.sim.exit(families.workers[worker]);
+        }
+        families.run(60);
+        families.assert_frames(0);
+    }
 }
 
 #[test]

@@ -135,6 +135,11 @@ impl Holder {
         self.ask(&format!("fork {first} {pages} {content}")).try_into().unwrap()
     }
 
+    /// Like [`Self::fork`], but the child maps so many pages right below its memory first, with ascending contents.
+    pub fn fork_and_map(&mut self, pages: u64, content: u64) -> i32 {
+        self.ask(&format!("fork {pages} {content}")).try_into().unwrap()
+    }
+
     /// Whether every page that we wrote and didn't drop still has its content.
     pub fn is_intact(&mut self) -> bool {
         self.ask("check") == 0

@@ -312,7 +312,7 @@ impl Engine {
             self.contents.age(&self.table);
             self.requests.age();
             self.table.release_slots();
-            self.table.iter_mut().for_each(|region| region.survey.tally.age());
+            self.table.iter_mut().for_each(|region| region.survey.age());
         }
     }
 

@@ -9,7 +9,7 @@ use crate::host::RegionView;
 use crate::region::{LeaveAlone, Region};
 use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
-use crate::units::Pages;
+use crate::units::{Pages, Permyriad};
 
 /// With more regions than this, we only decide at the end of a round.
 const DECIDED_EACH_CYCLE: usize = 1 << 13;
@@ -60,7 +60,7 @@ impl Engine {
         if region.age.is_young() {
             return Kind::ShortLived;
         }
-        if estimate.ratio >= threshold || region.marked_resident() > Pages(0) {
+        if estimate.ratio >= threshold || region.marked_resident() > Pages(0) || self.is_merged(region) {
             let is_mature = self.snapshot.now_ns >= matures_ns(region, self.pace(), &self.config);
             return if is_mature { Kind::StaticallyDuplicated } else { Kind::ShortLived };
         }
@@ -68,6 +68,12 @@ impl Engine {
             return Kind::Sparse;
         }
         Kind::Unknown
+    }
+
+    /// Whether we've merged enough of a region on request. If it has relatives, we needn't have read it ourselves.
+    fn is_merged(&self, region: &Region) -> bool {
+        let merged = region.usage.merged.len();
+        merged > Pages(0) && Permyriad::of(merged.0, region.resident().0) >= self.config.threshold()
     }
 
     /// Whether most of a region's pages rest because merges there don't pay.
@@ -154,9 +160,10 @@ impl Engine {
             Kind::CowBroken => Reason::Volatile,
             Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact && !self.carrier().by_marks => Reason::Done,
+            Kind::StaticallyDuplicated if self.is_merged(region) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,
-            _ => Reason::Sparse,
+            _ => self.crowd(region).map_or(Reason::Sparse, Reason::SharedByMany),
         };
         Decision::new(Verb::Watch, reason)
     }

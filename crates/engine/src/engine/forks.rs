@@ -1,8 +1,10 @@
 //! Pages that processes share through fork.
 //!
 //! Relatives map the same frame at the same address, so we read such a page in one of them only, and their regions
-//! don't count as copies of each other. If another program has equal pages, merging has to replace each relative's
-//! mapping separately: until the last one is replaced, the frame stays.
+//! don't count as copies of each other. Each process goes on to map memory of its own right beside what it has
+//! inherited, and we take the two for one region. So relatives' regions overlap, but needn't begin at the same address.
+//! If another program has equal pages, merging has to replace each relative's mapping separately: until the last one is
+//! replaced, the frame stays.
 //!
 //! With ksmd we mark each relative. So once the first region has duplicates, we read and judge its relatives as well.
 //!
@@ -13,64 +15,139 @@
 use super::Engine;
 use crate::hash::Digest;
 use crate::host::{PageSample, PageState};
-use crate::keys::{DomainKey, LineageKey, RegionKey};
+use crate::keys::{LineageKey, OwnerKey};
+use crate::region::table::RegionTable;
 use crate::region::{Fork, Region};
 use crate::requests::{IndexedPage, Pair};
 use crate::sampling::ladder::may_be_promoted;
-use crate::units::{Vpn, count};
-use rustc_hash::{FxHashMap, FxHashSet};
+use crate::units::{Vpn, count, index};
+use rustc_hash::FxHashSet;
 
-/// With more relatives than this, we don't read the pages that they share. Each mapping costs ksmd 12 us and 64 bytes of
-/// records, while all of them together free one frame.
-const RELATIVES_MOST: u64 = 20;
-
-/// The regions of related processes at the same address.
+/// Regions of related processes that overlap.
 #[derive(Debug)]
 struct Family {
-    first: RegionKey,
     /// The slots of these regions in the table.
     members: Vec<u32>,
-    domain: DomainKey,
+    /// How many processes they belong to.
+    processes: u64,
+    /// The process in which we read the shared pages.
+    reader: OwnerKey,
     /// Whether we may merge all of them. If one keeps the frame, merging the others saves nothing.
     is_ours: bool,
 }
 
-/// The families that we may merge.
-#[derive(Debug, Default)]
-pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
+impl Family {
+    /// `None` if all these regions belong to one process.
+    fn of(members: Vec<u32>, table: &RegionTable) -> Option<Self> {
+        if members.len() < 2 {
+            return None;
+        }
+        let regions: Vec<&Region> = members.iter().filter_map(|&slot| table.get(slot)).collect();
+        let owners: FxHashSet<OwnerKey> = regions.iter().map(|region| region.view.owner).collect();
+        if owners.len() < 2 {
+            return None;
+        }
+        // The oldest one is likely the others' ancestor. But a server may fork its workers from one that has loaded
+        // their data.
+        let largest = regions.iter().map(|region| region.view.pages).max()?;
+        let large = regions.iter().filter(|region| 2 * region.view.pages.0 >= largest.0);
+        let reader = large.min_by_key(|region| region.view.key)?.view.owner;
+        let domain = regions[0].view.domain;
+        let is_ours = regions.iter().all(|region| region.hold.may_sample() && region.view.domain == domain);
+        Some(Self { members, processes: count(owners.len()), reader, is_ours })
+    }
+}
 
-/// Identifies a region's family: relatives have the region at the same address.
-pub(super) fn place(region: &Region) -> (LineageKey, Vpn) {
-    (region.view.lineage, region.view.first)
+/// All families. A region's [`relatives`](Region::relatives) is the number of its family.
+#[derive(Debug, Default)]
+pub(super) struct Families(Vec<Family>);
+
+impl Families {
+    fn of(table: &RegionTable) -> Self {
+        let mut places: Vec<(LineageKey, Vpn, u32)> = Vec::new();
+        for (slot, region) in table.numbered() {
+            places.push((region.view.lineage, region.view.first, slot));
+        }
+        places.sort_unstable();
+        let mut families = Vec::new();
+        let mut members = Vec::new();
+        let mut last = LineageKey::default();
+        let mut end = Vpn(0);
+        for (lineage, first, slot) in places {
+            if lineage != last || first >= end {
+                families.extend(Family::of(std::mem::take(&mut members), table));
+                end = first;
+            }
+            members.push(slot);
+            last = lineage;
+            end = end.max(table.get(slot).map_or(first, Region::end));
+        }
+        families.extend(Family::of(members, table));
+        Self(families)
+    }
+
+    fn get(&self, region: &Region) -> Option<&Family> {
+        self.0.get(index(region.relatives?))
+    }
+}
+
+/// A page in the middle of the addresses that two regions have in common, which one process has likely inherited from
+/// the other.
+fn page_in_common(one: &Region, other: &Region) -> Option<Vpn> {
+    let first = one.view.first.max(other.view.first);
+    let end = one.end().min(other.end());
+    (first < end).then(|| first + (end.0 - first.0) / 2)
 }
 
 impl Engine {
     /// Finds the regions that processes have in common through fork, and decides in which of them we read the shared
     /// pages.
     pub(super) fn find_relatives(&mut self) {
-        let mut families: FxHashMap<_, Family> = FxHashMap::default();
-        for (slot, region) in self.table.numbered_mut() {
-            let first = region.view.key;
-            let domain = region.view.domain;
-            let new = || Family { first, members: Vec::new(), domain, is_ours: true };
-            let family = families.entry(place(region)).or_insert_with(new);
-            family.first = family.first.min(first);
-            family.members.push(slot);
-            family.is_ours &= region.hold.may_sample() && domain == family.domain;
-        }
+        self.families = Families::of(&self.table);
         for region in self.table.iter_mut() {
-            region.has_relatives = families[&place(region)].members.len() > 1;
+            region.relatives = None;
         }
-        families.retain(|_, family| family.is_ours && (2..=RELATIVES_MOST).contains(&count(family.members.len())));
+        for (number, family) in (0..).zip(&self.families.0) {
+            for &slot in &family.members {
+                if let Some(region) = self.table.get_mut(slot) {
+                    region.relatives = Some(number);
+                }
+            }
+        }
+        let most = self.carrier().relatives_most;
         for region in self.table.iter_mut() {
-            region.fork = match (families.get(&place(region)), region.fork) {
+            let family = self.families.get(region).filter(|family| family.is_ours && family.processes <= most);
+            region.fork = match (family, region.fork) {
                 (None, _) => Fork::Alone,
-                (Some(family), _) if region.view.key == family.first => Fork::First,
+                (Some(family), _) if region.view.owner == family.reader => Fork::First,
                 (Some(_), Fork::Follows) => Fork::Follows,
                 (Some(_), Fork::Alone | Fork::First | Fork::Relative) => Fork::Relative,
             };
         }
-        self.families = Families(families);
+    }
+
+    /// The family of a region that we merge with its relatives, or not at all.
+    fn family(&self, region: &Region) -> Option<&Family> {
+        self.families.get(region).filter(|_| region.fork != Fork::Alone)
+    }
+
+    /// How many processes share a region through fork, if these are too many to merge it.
+    pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
+        let processes = self.families.get(region)?.processes;
+        (processes > self.carrier().relatives_most && region.survey.is_mostly_forked()).then_some(processes)
+    }
+
+    /// The relative of a new region that had most pages merged before. The new region maps them, too.
+    pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
+        let mut parent: Option<&Region> = None;
+        for &slot in &self.families.get(child)?.members {
+            let Some(region) = self.table.get(slot).filter(|region| region.seen_ns < child.seen_ns) else { continue };
+            let is_better = parent.is_none_or(|parent| region.usage.merged.len() > parent.usage.merged.len());
+            if is_better && page_in_common(region, child).is_some() {
+                parent = Some(region);
+            }
+        }
+        parent
     }
 
     /// With ksmd, reads the relatives of regions that have duplicates among the pages that they share through fork. On
@@ -86,13 +163,13 @@ impl Engine {
         for region in self.table.iter() {
             let is_judged_first = region.fork == Fork::First && region.life.is_judged();
             if is_judged_first && region.counts().ratio() >= least && region.forked_share() >= least {
-                found.insert(place(region));
+                found.insert(region.relatives);
             }
         }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
         for region in self.table.iter_mut() {
-            let is_found = region.fork == Fork::Relative && found.contains(&place(region));
+            let is_found = region.fork == Fork::Relative && found.contains(&region.relatives);
             if is_found && may_be_promoted(region, now_ns, pace, &self.config) {
                 region.fork = Fork::Follows;
                 region.examine(self.ladder.levels());
@@ -108,7 +185,7 @@ impl Engine {
         let is_zero = sample.digest == Digest::ZERO;
         let is_own = match sample.state {
             PageState::ZeroMapped | PageState::Merged => return,
-            PageState::Private => is_zero || region.has_relatives && !self.may_be_left(region, sample.page),
+            PageState::Private => is_zero || region.relatives.is_some() && !self.may_be_left(region, sample.page),
             PageState::Shared => is_zero && region.fork == Fork::First,
             PageState::Absent => false,
         };
@@ -123,9 +200,10 @@ impl Engine {
     /// Whether a private page may just be left over: it was shared through fork until ksmd gave the relatives a merged
     /// frame instead.
     fn may_be_left(&self, region: &Region, page: Vpn) -> bool {
-        let Some(family) = self.families.0.get(&place(region)) else { return false };
+        let Some(family) = self.family(region) else { return false };
         for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
-            if relative.view.key != region.view.key && relative.is_marked(page) && !relative.usage.own.contains(page) {
+            let is_other = relative.view.key != region.view.key && relative.has(page);
+            if is_other && relative.is_marked(page) && !relative.usage.own.contains(page) {
                 return true;
             }
         }
@@ -133,18 +211,17 @@ impl Engine {
     }
 
     fn mark_relatives(&mut self) {
-        for family in self.families.0.values() {
-            let mut unnamed = Vec::new();
-            for &slot in &family.members {
-                if let Some(region) = self.table.get(slot).filter(|region| !region.is_named()) {
-                    unnamed.push(IndexedPage::new(region, slot, region.view.first));
-                }
+        let mut unmarked = Vec::new();
+        for (slot, region) in self.table.numbered().filter(|(_, region)| !region.is_named()) {
+            let Some(family) = self.family(region) else { continue };
+            let relatives = family.members.iter().filter_map(|&slot| self.table.get(slot));
+            let mut named = relatives.filter(|relative| relative.is_named());
+            if let Some(page) = named.find_map(|relative| page_in_common(region, relative)) {
+                unmarked.push(IndexedPage::new(region, slot, page));
             }
-            if unnamed.len() < family.members.len() {
-                for page in unnamed {
-                    self.requests.mark(page);
-                }
-            }
+        }
+        for page in unmarked {
+            self.requests.mark(page);
         }
     }
 
@@ -176,15 +253,18 @@ impl Engine {
         let mut pages = Vec::new();
         for named in [Some(pair.take), pair.keep].into_iter().flatten() {
             let region = self.table.get(named.location.slot).filter(|region| region.view.key == named.region)?;
-            let Some(family) = self.families.0.get(&place(region)) else { continue };
+            let Some(family) = self.family(region) else { continue };
             for &slot in &family.members {
                 let relative = self.table.get(slot)?;
+                if !relative.has(named.page) {
+                    continue;
+                }
                 let page = IndexedPage::new(relative, slot, named.page);
                 if !relative.hold.may_mark(self.snapshot.now_ns) {
                     return None;
                 }
                 let is_left_alone = page != named && !relative.may_be_named(named.page, self.snapshot.now_ns);
-                if relative.holds(page.region, page.page) && !is_left_alone {
+                if !is_left_alone {
                     pages.push(page);
                 }
             }
@@ -198,7 +278,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::host::{RegionView, Snapshot};
-    use crate::keys::OwnerKey;
+    use crate::keys::DomainKey;
     use crate::region::test_view;
 
     /// Three processes of one lineage and one of another, with a region each.
@@ -222,7 +302,13 @@ mod tests {
         assert_eq!(forks(|view| view.left_alone = view.owner == OwnerKey(4)), family);
         assert_eq!(forks(|view| view.left_alone = view.owner == OwnerKey(2)), [Fork::Alone; 4]);
         assert_eq!(forks(|view| view.domain = DomainKey(u16::from(view.owner == OwnerKey(3)))), [Fork::Alone; 4]);
+        // They've mapped memory of their own below.
+        let allocate = |view: &mut RegionView| view.first = Vpn(1_000 - 30 * u64::from(view.owner.0));
+        assert_eq!(forks(allocate), family);
         let elsewhere = [Fork::First, Fork::Relative, Fork::Alone, Fork::Alone];
-        assert_eq!(forks(|view| view.first = Vpn(1_000 + u64::from(view.owner == OwnerKey(3)))), elsewhere);
+        assert_eq!(forks(|view| view.first = Vpn(1_000 + 100 * u64::from(view.owner == OwnerKey(3)))), elsewhere);
+        // The first worker has loaded the data, and forked the second.
+        let by_worker = [Fork::Relative, Fork::First, Fork::Relative, Fork::Alone];
+        assert_eq!(forks(|view| view.pages.0 = if view.owner == OwnerKey(1) { 10 } else { 90 }), by_worker);
     }
 }

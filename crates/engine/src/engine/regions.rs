@@ -1,14 +1,13 @@
 //! How we react to regions that appeared, changed or ended since the last cycle.
 
 use super::Engine;
-use super::forks::place;
 use crate::host::Snapshot;
 use crate::index::PageStatus;
-use crate::keys::{FamilyKey, LineageKey, OwnerKey, RegionKey};
+use crate::keys::{FamilyKey, OwnerKey, RegionKey};
 use crate::learned::read_for_newcomers;
 use crate::region::{Age, Region};
-use crate::units::{Pages, Vpn};
-use rustc_hash::{FxHashMap, FxHashSet};
+use crate::units::Pages;
+use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
 
 /// A family with new regions.
@@ -63,30 +62,20 @@ impl Engine {
             if region.seen_ns != now_ns || !region.view.named {
                 continue;
             }
-            if is_first || !region.has_relatives || ended.contains(&region.view.key) {
+            if is_first || region.relatives.is_none() || ended.contains(&region.view.key) {
                 region.usage.readings_due = 1;
             } else {
                 children.push(slot);
             }
         }
-        self.inherit_merged(&children, now_ns);
+        self.inherit_merged(&children);
     }
 
     /// After a fork, a child maps its parent's merged pages, too, and gets a copy of each that it writes.
-    fn inherit_merged(&mut self, children: &[u32], now_ns: u64) {
-        if children.is_empty() {
-            return;
-        }
-        let mut parents: FxHashMap<(LineageKey, Vpn), &Region> = FxHashMap::default();
-        for region in self.table.iter().filter(|region| region.seen_ns < now_ns) {
-            let parent = parents.entry(place(region)).or_insert(region);
-            if region.usage.merged.len() > parent.usage.merged.len() {
-                *parent = region;
-            }
-        }
+    fn inherit_merged(&mut self, children: &[u32]) {
         let mut inherited = Vec::new();
         for &slot in children {
-            let parent = self.table.get(slot).and_then(|child| parents.get(&place(child)));
+            let parent = self.table.get(slot).and_then(|child| self.parent(child));
             inherited.push((slot, parent.map(|parent| (parent.usage.merged.clone(), parent.usage.readings_due))));
         }
         for (slot, parents) in inherited {

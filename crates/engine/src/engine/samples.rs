@@ -62,7 +62,10 @@ impl Engine {
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
-            PageState::Shared if !region.reads_forked() => false,
+            PageState::Shared if !region.reads_forked() => {
+                region.survey.record_forked();
+                false
+            }
             PageState::Shared | PageState::Private => self.record_private(slot, sample, examined),
         };
         if examined {

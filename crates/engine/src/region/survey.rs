@@ -29,6 +29,8 @@ pub struct Survey {
     pub tally: Tally,
     order: Permutation,
     next: u64,
+    /// Sampled pages that we didn't read because they're shared through fork.
+    forked: u64,
     /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
     planned: Planned,
@@ -66,6 +68,7 @@ impl Survey {
             tally: Tally::default(),
             order: order(view, seed),
             next: 0,
+            forked: 0,
             visited: 0,
             planned: Planned::default(),
             unread: 0,
@@ -204,9 +207,26 @@ impl Survey {
         self.changed = 0;
     }
 
+    /// Records a sampled page that we don't read because it's shared through fork.
+    pub fn record_forked(&mut self) {
+        self.forked += 1;
+    }
+
+    /// Whether most of the sampled pages are shared through fork and weren't read.
+    pub fn is_mostly_forked(&self) -> bool {
+        self.forked > self.tally.sampled
+    }
+
+    /// Halves what we know, so that new samples weigh more than old ones.
+    pub fn age(&mut self) {
+        self.tally.age();
+        self.forked /= 2;
+    }
+
     /// We've read the region whole: samples count from zero.
     pub fn end_examination(&mut self) {
         self.tally = Tally::default();
+        self.forked = 0;
         self.visited = 0;
     }
 

@@ -54,6 +54,10 @@ impl RegionTable {
         self.regions.iter_mut().flatten()
     }
 
+    pub fn numbered(&self) -> impl Iterator<Item = (u32, &Region)> {
+        (0..).zip(&self.regions).filter_map(|(slot, region)| Some((slot, region.as_ref()?)))
+    }
+
     pub fn numbered_mut(&mut self) -> impl Iterator<Item = (u32, &mut Region)> {
         (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
     }

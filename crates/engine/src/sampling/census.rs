@@ -2,7 +2,8 @@
 //!
 //! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content we can free `m - 1`.
 //! We can free all zero pages (the kernel's zero page replaces them), and all frames with a content that a merged page
-//! holds already. A frame that several processes share through fork counts once.
+//! holds already. A frame that several processes share through fork counts once, and if they're too many to merge it, it
+//! counts as different from all others.
 //!
 //! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. If `h` mappings share a frame, each gets `1/h` of it. So
 //! the figures of processes, kinds and cgroups add up to the total and don't depend on the order of reading. The `c`
@@ -25,6 +26,7 @@ mod mixture;
 mod tests;
 
 use crate::hash::Digest;
+use crate::random::mix;
 use crate::units::{PAGE_SIZE, Pages, index, whole};
 use serde::{Serialize, Serializer};
 use std::ops::AddAssign;
@@ -75,9 +77,13 @@ struct ReadPage {
 /// Collects pages and estimates how much merging them would save.
 #[derive(Debug)]
 pub struct Census {
+    /// At most so many mappings may share a frame through fork if we're to merge it.
+    pub mappings_most: u64,
     cells: Vec<Cell>,
     pages: Vec<ReadPage>,
     merged: Vec<u64>,
+    /// How many frames have more mappings than that.
+    crowded: u64,
 }
 
 /// Defines the figures with their sum and their JSON form.
@@ -145,7 +151,7 @@ impl Findings {
 
 impl Census {
     pub fn new(cells: Vec<Cell>) -> Self {
-        Self { cells, pages: Vec::new(), merged: Vec::new() }
+        Self { mappings_most: u64::MAX, cells, pages: Vec::new(), merged: Vec::new(), crowded: 0 }
     }
 
     /// Adds a merged page's content.
@@ -161,7 +167,12 @@ impl Census {
     /// Adds a frame shared through fork, with the cell of each of its mappings.
     pub fn add_shared(&mut self, cells: &[u32], run: u32, digest: Digest) {
         let mappings = u32::try_from(cells.len()).unwrap_or(u32::MAX);
-        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings }));
+        let mut digest = digest.0;
+        if u64::from(mappings) > self.mappings_most {
+            self.crowded += 1;
+            digest = mix(!self.crowded);
+        }
+        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest, cell, run, mappings }));
     }
 
     /// Removes a process that has just ended.

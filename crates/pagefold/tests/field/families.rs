@@ -29,6 +29,34 @@ fn masters_with_workers_save_as_much_as_masters_alone() {
     ksm.end(daemon, &pids);
 }
 
+/// The kernel places new mappings right below older ones. So what a worker inherits and what it allocates look like one
+/// mapping, which begins at another address in each process.
+#[test]
+fn workers_that_allocate_memory_save_as_much_as_others() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut masters = [program_with(MIB_EACH), program_with(MIB_EACH)];
+    let mut pids = pids_of(&masters);
+    let mut own = 0;
+    for (number, master) in (1..).zip(&mut masters) {
+        for worker in 1..=WORKERS as u64 {
+            let pages = worker * PAGES_PER_MIB / 4;
+            pids.push(master.fork_and_map(pages, (number << 8 | worker) << 32));
+            own += pages * 4096;
+        }
+    }
+    wait_until("all have allocated", || held(&pids) >= 2 * MIB_EACH * MIB + own);
+    let unmerged = held(&pids);
+    let promised = savable_mib(&scan(&pids));
+    assert!((MIB_EACH - 5..MIB_EACH + 5).contains(&promised), "scan promises {promised} MiB");
+    let daemon = run(&pids);
+    assert_saves(unmerged, &pids, MIB_EACH * 95 / 100, 25);
+    wait_until("status says so", || {
+        let said = status()["saved_bytes"].as_u64().unwrap_or(0) / MIB;
+        (MIB_EACH * 95 / 100..=MIB_EACH).contains(&said)
+    });
+    ksm.end(daemon, &pids);
+}
+
 /// The kernel's count of what's saved grows with each worker that ksmd visits.
 #[test]
 fn pages_of_workers_are_not_counted_as_saved() {

@@ -2,8 +2,9 @@
 //!
 //! It prints the number of its first page, then reads commands from standard input, one per line, and answers each with
 //! a number. `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` answer 0. `fork` answers the
-//! child's pid; with `FIRST PAGES CONTENT` the child writes these pages first. `check` answers how many pages don't
-//! hold the content written to them. The program ends when its input does.
+//! child's pid; with `FIRST PAGES CONTENT` the child writes these pages first, with `PAGES CONTENT` it maps pages with
+//! ascending contents right below its memory. `check` answers how many pages don't hold the content written to them. The
+//! program ends when its input does.
 //!
 //! After `watch` it checks its memory all the time, one part between two commands.
 //!
@@ -164,6 +165,11 @@ fn main() {
                 continue;
             }
             ("fork", []) => fork(|| {}),
+            ("fork", &[pages, content]) => {
+                let length = usize::try_from(pages).expect("a length") * PAGE;
+                assert!(length < FENCE * PAGE);
+                fork(|| map_at(start.wrapping_byte_sub(length), length, content))
+            }
             ("fork", &[_, _, content]) => {
                 let (first, pages) = range();
                 fork(|| {
@@ -304,6 +310,21 @@ fn map_more(pages: u64, content: u64, flags: i32, file: i32) {
         }
         let start = libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ | libc::PROT_WRITE, flags, file, 0);
         assert_ne!(start, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+        std::slice::from_raw_parts_mut(start.cast::<u8>(), length)
+    };
+    for (page, number) in bytes.chunks_exact_mut(PAGE).zip(0..) {
+        fill(page, content + number);
+    }
+}
+
+/// Replaces a part of the fence by memory whose pages have ascending contents.
+fn map_at(start: *mut libc::c_void, length: usize, content: u64) {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: the fence is ours, and nobody uses it. The new mapping is checked, zeroed by the kernel and never unmapped.
+    let bytes = unsafe {
+        let mapped = libc::mmap(start, length, access, flags, -1, 0);
+        assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
         std::slice::from_raw_parts_mut(start.cast::<u8>(), length)
     };
     for (page, number) in bytes.chunks_exact_mut(PAGE).zip(0..) {

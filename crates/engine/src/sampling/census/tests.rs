@@ -233,3 +233,26 @@ fn the_stated_error_holds_for_many_seeds() {
     );
     assert!(bad.is_empty(), "{bad:?}");
 }
+
+#[test]
+fn frames_that_too_many_processes_share_save_nothing() {
+    for (sharers, saved) in [(20, 100.0), (21, 0.0)] {
+        let cell = |process| Cell {
+            process,
+            shared: Pages(100),
+            shared_frames: 100.0 / f64::from(sharers),
+            ..Cell::default()
+        };
+        let mut census = Census::new((0..2 * sharers).map(cell).collect());
+        census.mappings_most = 20;
+        for page in 0..100 {
+            for family in [0..sharers, sharers..2 * sharers] {
+                let cells: Vec<u32> = family.collect();
+                census.add_shared(&cells, cells[0] + page, Digest(u64::from(page) + 1));
+            }
+        }
+        let total = census.findings(1.0).total;
+        assert!((total.savable_gross - saved).abs() < 1e-6, "{total:?}");
+        assert!((total.resident - 200.0).abs() < 1e-6, "{total:?}");
+    }
+}

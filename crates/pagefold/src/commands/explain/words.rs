@@ -82,6 +82,9 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             "Probably duplicate: it moves up level by level while samples confirm that, and is read whole at the top."
                 .to_owned()
         }
+        Reason::SharedByMany(processes) => format!(
+            "Left alone: {processes} processes share it through fork. Merging it in all of them would cost more than it saves."
+        ),
         Reason::Sparse => {
             let threshold = percent(config.threshold().fraction(), 1.0);
             format!("Sampled rarely; read whole once samples show more than {threshold} duplicates.")
@@ -117,7 +120,10 @@ fn done(region: &RegionState, facts: &Facts) -> String {
         (None, true) => {
             "Marked and scanned; watched for changes. ksmd scans again once enough pages make it worthwhile.".to_owned()
         }
-        (None, false) => "Read whole, and pages with a copy are merged; watched for changes.".to_owned(),
+        (None, false) if region.exact => {
+            "Read whole, and pages with a copy are merged; watched for changes.".to_owned()
+        }
+        (None, false) => "Its pages were read in a relative, and those with a copy are merged everywhere.".to_owned(),
     }
 }
 
