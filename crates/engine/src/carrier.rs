@@ -17,7 +17,7 @@ pub(crate) struct Carrier {
     /// inspection took. On request we choose which copy stays before the merge, so few pages need to move later.
     pub inspection_pause: u64,
     /// We don't merge pages that more processes than this share through fork. All their mappings together free one
-    /// frame, and each costs ksmd 12 us and 64 bytes of records, or us 2 us on request.
+    /// frame, and each costs ksmd 12 us and 64 bytes of records, or us some 1.5 us on request.
     pub relatives_most: u64,
 }
 

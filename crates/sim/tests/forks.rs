@@ -256,19 +256,19 @@ fn a_family_with_a_member_out_of_scope_is_left_alone() {
     families.assert_frames(0);
 }
 
-/// Merging two pages that are shared that often costs more than the one frame is worth.
+/// Merging pages that are shared so often costs more than the frame is worth. With ksmd it's fewer.
 #[test]
 fn a_family_with_too_many_members_is_left_alone() {
     for (host, most) in [(requested(), 100), (host(), 20)] {
         let mut families = Families::on(host, most);
-        families.run(60);
+        families.sim.run(60);
         assert_eq!(families.sim.merged_pages(), Pages(0));
         families.assert_reasons(Reason::SharedByMany(most + 1));
-        // Once one has ended, they're few enough.
+        // When one worker of each master has ended, they're few enough.
         for worker in [0, usize::try_from(most).unwrap()] {
             families.sim.exit(families.workers[worker]);
         }
-        families.run(60);
+        families.sim.run(60);
         families.assert_frames(0);
     }
 }
