@@ -64,6 +64,8 @@ pub enum Reason {
     Unmerged,
     /// We couldn't stop the region's process, and will try again.
     Busy,
+    /// Marking parts of the region would split mappings, and its process may have too few more.
+    NoMappings,
     /// The region is too young, or regions of its family have ended young.
     TooYoung,
     /// Merging it costs more CPU time than the governor allows for a saved page.
@@ -110,6 +112,7 @@ impl fmt::Display for Reason {
             Self::Relieved | Self::NoHeadroom(_) => f.write_str("a memory limit has no headroom"),
             Self::Unmerged => f.write_str("pinned or not mergeable"),
             Self::Busy => f.write_str("its process couldn't be stopped"),
+            Self::NoMappings => f.write_str("its process has no mappings to spare"),
             Self::TooYoung => f.write_str("too young"),
             Self::DoesNotPay { .. } => f.write_str("doesn't pay yet"),
             Self::AwaitsNewcomers => f.write_str("newcomers are read first"),

@@ -593,6 +593,8 @@ pub enum Marking {
     Done(Pages),
     /// The host couldn't stop the target. A later attempt may succeed.
     Busy,
+    /// It would split mappings, and the target may have too few more. A later attempt may succeed.
+    NoMappings,
     /// We must not touch the target, or it has ended. Don't try again.
     Refused,
 }

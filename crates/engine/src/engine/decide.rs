@@ -127,7 +127,8 @@ impl Engine {
             return Decision::new(Verb::Wait, Reason::MemoryShort);
         }
         if region.life.is_worth_marking() && region.hold.retry_ns > now_ns {
-            return Decision::new(Verb::Wait, Reason::Busy).until(region.hold.retry_ns);
+            let reason = if region.hold.lacks_mappings { Reason::NoMappings } else { Reason::Busy };
+            return Decision::new(Verb::Wait, reason).until(region.hold.retry_ns);
         }
         if let Some(wave) = self.ksmd.marker.waits(region, &self.config).filter(|_| !region.hold.short) {
             let price_ns = self.pace().price_ns;

@@ -36,7 +36,8 @@ impl Engine {
         }
         for region in self.table.iter() {
             let is_busy = region.hold.retry_ns > self.snapshot.now_ns;
-            if region.hold.full.is_some() || region.life.is_worth_marking() || is_busy {
+            let may_be_marked = region.life.is_worth_marking() || is_busy;
+            if region.hold.full.is_some() || may_be_marked && !(is_busy && region.hold.lacks_mappings) {
                 return true;
             }
         }

@@ -32,6 +32,8 @@ const REFRESH_MAX_NS: u64 = 600_000_000_000;
 const UNMARK_AGAIN_NS: u64 = 10_000_000_000;
 /// If we can't stop a target, we try again after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
+/// If a target has no mappings to spare, we try again after this time, nanoseconds.
+const MAPPINGS_AGAIN_NS: u64 = 300_000_000_000;
 /// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
 /// grow smaller ones, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
@@ -72,6 +74,8 @@ pub struct Marker {
 struct Unmarking {
     changes: VecDeque<Change>,
     next_ns: u64,
+    /// Spans whose target has no mappings to spare, and when we try them again. Nothing waits for these.
+    put_off: VecDeque<(u64, Change)>,
 }
 
 /// The scan scheduler, and the allowance and headroom that marks use up.
@@ -312,7 +316,8 @@ impl Marker {
 
     /// The spans that wait for unmarking.
     pub fn spans_to_unmark(&self) -> impl Iterator<Item = &Span> {
-        self.urgent.changes.iter().chain(&self.broken.changes).map(|change| &change.span)
+        let put_off = self.urgent.put_off.iter().chain(&self.broken.put_off).map(|(_, change)| change);
+        self.urgent.changes.iter().chain(&self.broken.changes).chain(put_off).map(|change| &change.span)
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
@@ -450,10 +455,16 @@ impl Marker {
     /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
-        for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
-            let unmarking = self.unmarking_for(result.change.why);
-            unmarking.changes.push_back(result.change);
-            unmarking.next_ns = now_ns + UNMARK_AGAIN_NS;
+        for &ChangeResult { change, marking } in &outcome.unmarked {
+            let unmarking = self.unmarking_for(change.why);
+            match marking {
+                Marking::Busy => {
+                    unmarking.changes.push_back(change);
+                    unmarking.next_ns = now_ns + UNMARK_AGAIN_NS;
+                }
+                Marking::NoMappings => unmarking.put_off.push_back((now_ns + MAPPINGS_AGAIN_NS, change)),
+                Marking::Done(_) | Marking::Refused => {}
+            }
         }
     }
 
@@ -549,10 +560,12 @@ impl Marker {
                         self.expected += wave.duplicate;
                     }
                 }
-                Marking::Busy => {
+                Marking::Busy | Marking::NoMappings => {
                     region.marks.remove(span.first, span.pages);
                     region.life.advance(Event::Reopen);
-                    region.hold.retry_ns = now_ns + RETRY_NS;
+                    region.hold.lacks_mappings = *marking == Marking::NoMappings;
+                    let pause_ns = if region.hold.lacks_mappings { MAPPINGS_AGAIN_NS } else { RETRY_NS };
+                    region.hold.retry_ns = now_ns + pause_ns;
                 }
                 Marking::Refused => {
                     region.marks.remove(span.first, span.pages);
@@ -571,6 +584,9 @@ fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
 impl Unmarking {
     /// The next span, if it's time for it.
     fn next(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
+        while self.put_off.front().is_some_and(|&(at_ns, _)| now_ns >= at_ns) {
+            self.changes.extend(self.put_off.pop_front().map(|(_, change)| change));
+        }
         if now_ns < self.next_ns {
             return None;
         }
@@ -815,6 +831,10 @@ mod tests {
         }
     }
 
+    fn extent(number: u64) -> Span {
+        Span { region: RegionKey(1), first: Vpn(number * 512), pages: Pages(512) }
+    }
+
     fn region(table: &mut RegionTable) -> &mut Region {
         table.iter_mut().next().unwrap()
     }
@@ -835,10 +855,7 @@ mod tests {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 4]), Config::default());
         find(&mut marker, &mut table, S, &config);
         // We find this extent later, but before the others are unmarked.
-        marker.queue(
-            Span { region: RegionKey(1), first: Vpn(5 * 512), pages: Pages(512) },
-            Why::CowBroken { lasts_ns: 9 },
-        );
+        marker.queue(extent(5), Why::CowBroken { lasts_ns: 9 });
         assert!(matches!(unmark(&mut marker, &table, S), Some((1_536, 3_072, Why::CowBroken { .. }))));
         assert_eq!(unmark(&mut marker, &table, S), None);
         let left: Vec<_> = region(&mut table).marks.spans.iter().map(|mark| (mark.first.0, mark.pages.0)).collect();
@@ -849,11 +866,7 @@ mod tests {
     fn whoever_needs_memory_does_not_wait_for_breaks() {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 20]), Config::default());
         find(&mut marker, &mut table, S, &config);
-        let broken = table.at(RegionKey(1), Vpn(100)).unwrap().view.key;
-        let change = Change {
-            span: Span { region: broken, first: Vpn(1_536), pages: Pages(512) },
-            why: Why::CowBroken { lasts_ns: S },
-        };
+        let change = Change { span: extent(3), why: Why::CowBroken { lasts_ns: S } };
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
         let no_room = ChangeResult { change, marking: Marking::Busy };
         marker.record_unmarked(S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
@@ -862,6 +875,26 @@ mod tests {
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), 2 * S, why, reason);
         assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
         assert_eq!(unmark(&mut marker, &table, 12 * S).map(|(first, ..)| first), Some(20 * 512));
+    }
+
+    #[test]
+    fn nothing_waits_for_spans_whose_target_has_no_mappings_to_spare() {
+        let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 20]), Config::default());
+        let (why, marking) = (Why::MemoryShort, Marking::NoMappings);
+        let unmarked = vec![ChangeResult { change: Change { span: extent(3), why }, marking }];
+        marker.record_unmarked(S, &Outcome { unmarked, ..Outcome::default() });
+        assert!(!marker.is_unmarking() && is_waiting(region(&mut table), &marker.waiting()));
+        marker.take_apart(region(&mut table), Vpn(100), Pages(412), S, why, LeaveAlone::TakenBack);
+        assert_eq!(unmark(&mut marker, &table, S), Some((100, 512, why)));
+        assert_eq!(unmark(&mut marker, &table, 301 * S), Some((1_536, 2_048, why)));
+        let mut table = written(SMALL, &[]);
+        judge(region(&mut table));
+        let span = Span { region: RegionKey(1), first: Vpn(100), pages: SMALL };
+        let marked = vec![ChangeResult { change: Change { span, why }, marking }];
+        let outcome = Outcome { marked, ..Outcome::default() };
+        marker.record_marked(&mut table, S, &outcome, &mut ScanScheduler::default());
+        assert!(region(&mut table).hold.lacks_mappings);
+        assert_eq!([300, 301].map(|at| ready_spans(&marker, &mut table, at * S, &config)), [0, 1]);
     }
 
     #[test]

@@ -50,8 +50,10 @@ pub struct Hold {
     pub full: Option<LimitKey>,
     /// How often in a row ksmd merged almost none of the region's duplicates.
     pub unmerged: u32,
-    /// We couldn't stop the target: no marks before this time, nanoseconds.
+    /// We couldn't stop the target, or it has no mappings to spare: no marks before this time, nanoseconds.
     pub retry_ns: u64,
+    /// Whether that's for want of mappings.
+    pub lacks_mappings: bool,
 }
 
 impl Hold {

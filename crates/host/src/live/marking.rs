@@ -9,7 +9,7 @@ use crate::targets::Target;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
 use pagefold_inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
-use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
+use pagefold_inject::{Call, Errno, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -32,7 +32,7 @@ const PASS_NS: u64 = 250_000_000;
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
 
-/// If a process has at least `MANY_MAPPINGS`, we count them before we split some. We leave it `SPARE_MAPPINGS` for
+/// If a process has at least `MANY_MAPPINGS`, we count them before we may split some. We leave it `SPARE_MAPPINGS` for
 /// itself: without one to spare, its own mmap(2) fails.
 const MANY_MAPPINGS: usize = 4_096;
 const SPARE_MAPPINGS: usize = 1_024;
@@ -67,6 +67,8 @@ impl SlowOrigins {
 struct CallBatch {
     /// The program that we judged.
     program: Option<ProgramId>,
+    /// How much one call may unmark. `None`: we mark.
+    unmark_step: Option<Bytes>,
     calls: Vec<Call>,
     /// For each call, the part of a change that it makes.
     parts: Vec<Part>,
@@ -74,8 +76,8 @@ struct CallBatch {
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<Part>,
-    /// How many mappings the calls add, because they split others.
-    splits: usize,
+    /// How many more mappings the calls may add by splitting others.
+    splits_left: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -87,13 +89,16 @@ struct Part {
 
 impl CallBatch {
     /// Adds the calls that make a change in the current mappings. If the span covers its region (`is_whole`), we change
-    /// whole mappings even if they've grown since, because marking a part would split them. With `unmark_step` we
-    /// unmark, by one call per step; otherwise we mark.
-    fn add(&mut self, change: usize, span: Span, is_whole: bool, details: &[VmaDetail], unmark_step: Option<Bytes>) {
+    /// whole mappings even if they've grown since, because marking a part would split them. Adds nothing and returns
+    /// false if that takes more splits than are left.
+    fn add(&mut self, change: usize, span: Span, is_whole: bool, details: &[VmaDetail]) -> bool {
+        let mut splits = 0;
+        let mut ranges = Vec::new();
         for detail in details {
             if vma_exclusion(detail).is_some() {
                 continue;
             }
+            let is_done = detail.flags.has(*b"mg") == self.unmark_step.is_none();
             let first = detail.vma.first();
             let end = first + detail.vma.pages().0;
             let mut from = first.max(span.first);
@@ -105,26 +110,30 @@ impl CallBatch {
                 from = first;
                 to = end;
             }
-            let part = Part { change, pages: Pages(to.0 - from.0) };
-            if detail.flags.has(*b"mg") == unmark_step.is_none() {
-                self.done.push(part);
+            if !is_done {
+                splits += usize::from(from > first) + usize::from(to < end);
+            }
+            ranges.push((detail, is_done, from, to));
+        }
+        if splits > self.splits_left {
+            return false;
+        }
+        self.splits_left -= splits;
+        let advice = if self.unmark_step.is_some() { libc::MADV_UNMERGEABLE } else { libc::MADV_MERGEABLE };
+        for (detail, is_done, from, to) in ranges {
+            if is_done {
+                self.done.push(Part { change, pages: Pages(to.0 - from.0) });
                 continue;
             }
-            let Some(unmark_step) = unmark_step else {
-                let bytes = to.address() - from.address();
-                self.splits += usize::from(from > first) + usize::from(to < end);
-                self.calls.push(Call::madvise(from.address(), bytes, libc::MADV_MERGEABLE));
-                self.parts.push(part);
-                if detail.anon_huge_kib > 0 {
-                    self.huge.push((detail.vma.start, detail.vma.end));
-                }
-                continue;
-            };
-            for (start, bytes) in steps(from.address(), to.address(), unmark_step) {
-                self.calls.push(Call::madvise(start, bytes, libc::MADV_UNMERGEABLE));
+            for (start, bytes) in steps(from.address(), to.address(), self.unmark_step.unwrap_or(Bytes(u64::MAX))) {
+                self.calls.push(Call::madvise(start, bytes, advice));
                 self.parts.push(Part { change, pages: Pages(bytes / PAGE_BYTES) });
             }
+            if detail.anon_huge_kib > 0 && self.unmark_step.is_none() {
+                self.huge.push((detail.vma.start, detail.vma.end));
+            }
         }
+        true
     }
 
     /// Makes the calls. Unmarking runs in a thread that we may leave behind.
@@ -171,7 +180,7 @@ impl Changes<'_> {
         let marking = &mut self.results[part.change];
         *marking = match marking {
             Marking::Done(done) => Marking::Done(*done + part.pages),
-            Marking::Busy | Marking::Refused => Marking::Done(part.pages),
+            Marking::Busy | Marking::NoMappings | Marking::Refused => Marking::Done(part.pages),
         };
     }
 
@@ -196,9 +205,7 @@ fn mappings_left(process: &Process, proc: &Path) -> Result<usize, ReadError> {
         count += 1;
         ControlFlow::Continue(())
     });
-    if counted.is_err() {
-        return Err(process.malformed("maps", "the mappings can't be counted"));
-    }
+    counted.map_err(|_| process.malformed("maps", "the mappings can't be counted"))?;
     Ok(most.saturating_sub(count))
 }
 
@@ -265,31 +272,22 @@ impl LiveHost {
                 return;
             }
         };
-        let unmark_step = if mark { None } else { target.read(|process| step_bytes(process)).ok() };
-        if !mark && unmark_step.is_none() {
+        let proc = self.rules.roots.proc.clone();
+        let has_many = details.len() >= MANY_MAPPINGS;
+        let read = target.read(move |process| {
+            let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
+            let left = if has_many { mappings_left(process, &proc)? } else { usize::MAX };
+            let splits_left = left.saturating_sub(SPARE_MAPPINGS);
+            Ok(CallBatch { program, unmark_step, splits_left, ..CallBatch::default() })
+        });
+        let Ok(mut work) = read else {
             changes.set(wanted.iter().copied(), Marking::Busy);
             return;
-        }
-        let mut work = CallBatch { program, ..CallBatch::default() };
+        };
         for &at in wanted {
             let span = changes.asked[at].span;
-            work.add(at, span, target.is_whole(&span), &details, unmark_step);
-        }
-        if mark && work.splits > 0 && details.len() >= MANY_MAPPINGS {
-            let splits = work.splits;
-            let proc = self.rules.roots.proc.clone();
-            match target.read(move |process| Ok(mappings_left(process, &proc)? >= splits + SPARE_MAPPINGS)) {
-                Ok(true) => {}
-                Ok(false) => {
-                    changes.set(wanted.iter().copied(), Marking::Refused);
-                    let why = "marking parts of its memory could take the last mappings that vm.max_map_count allows";
-                    self.report_left_alone(pid, why.to_owned());
-                    return;
-                }
-                Err(_) => {
-                    changes.set(wanted.iter().copied(), Marking::Busy);
-                    return;
-                }
+            if !work.add(at, span, target.is_whole(&span), &details) {
+                changes.results[at] = Marking::NoMappings;
             }
         }
         for &(start, end) in &work.huge {
@@ -298,6 +296,10 @@ impl LiveHost {
         target.invalidate();
         self.schedule.next_ns = 0;
         let is_unknown = self.make(pid, &work, changes, outcome);
+        if wanted.iter().any(|&at| changes.results[at] == Marking::NoMappings) {
+            let why = "splitting its mappings could take the last ones that vm.max_map_count allows".to_owned();
+            self.report_left_alone(pid, why);
+        }
         if mark && (is_unknown || wanted.iter().any(|&at| matches!(changes.results[at], Marking::Done(_)))) {
             self.record_marked(pid);
         }
@@ -375,8 +377,13 @@ impl LiveHost {
         };
         outcome.stops.extend(report.stops_of(target.owner));
         for (&part, result) in work.parts.iter().zip(&report.results) {
-            if result.is_ok() {
-                changes.add(part);
+            match result {
+                Ok(_) => changes.add(part),
+                // It can't split a mapping, since vm.max_map_count is low, or part of the range has gone.
+                Err(Errno(libc::ENOMEM)) if changes.results[part.change] == Marking::Refused => {
+                    changes.results[part.change] = Marking::NoMappings;
+                }
+                Err(_) => {}
             }
         }
         match ran {
@@ -424,4 +431,31 @@ fn is_in_state(details: &[VmaDetail], start: u64, end: u64, marked: bool) -> boo
         from = detail.vma.end;
     }
     from >= end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_engine::keys::RegionKey;
+    use pagefold_engine::units::Vpn;
+    use pagefold_procmem::maps::parse_smaps;
+
+    #[test]
+    fn without_mappings_to_spare_only_changes_that_split_some_are_put_off() {
+        let mapping = |range: &str, mark: &str| {
+            format!("{range} rw-p 00000000 00:00 0 \nRss: 64 kB\nAnonymous: 64 kB\nVmFlags: rd wr mr mw me ac {mark}\n")
+        };
+        let text = [mapping("10000-20000", ""), mapping("30000-40000", ""), mapping("50000-60000", "mg")].concat();
+        let details = parse_smaps(text.as_bytes()).unwrap();
+        let span = |first, pages| Span { region: RegionKey(1), first: Vpn(first), pages: Pages(pages) };
+        let mut work = CallBatch { splits_left: 1, ..CallBatch::default() };
+        assert!(!work.add(0, span(0x12, 2), false, &details), "it splits twice");
+        assert!(work.add(1, span(0x10, 8), false, &details));
+        assert!(!work.add(2, span(0x30, 8), false, &details), "none is left");
+        assert!(work.add(3, span(0x30, 8), true, &details), "the mapping has grown");
+        let mut unmarking = CallBatch { unmark_step: Some(Bytes(1 << 30)), ..CallBatch::default() };
+        assert!(!unmarking.add(0, span(0x50, 4), false, &details));
+        assert!(unmarking.add(1, span(0x50, 4), true, &details));
+        assert_eq!([work.calls.len(), unmarking.calls.len()], [2, 1]);
+    }
 }

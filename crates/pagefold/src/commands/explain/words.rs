@@ -40,6 +40,7 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         }
         Reason::MemoryShort => "Worth marking, but memory is short; see pagefold status.".to_owned(),
         Reason::Busy => format!("Worth marking, but its process could not be stopped; the next try is in {left}."),
+        Reason::NoMappings => format!("Worth marking, but its process has too many mappings; tried again in {left}."),
         Reason::BeingRead(read) => being_read(region, read, config.mechanism),
         Reason::TooFewSamples { sampled, needed } => {
             format!("Needs more samples: {} of about {} read so far.", thousands(sampled.0), pages(needed))
