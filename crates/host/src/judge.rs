@@ -72,7 +72,7 @@ pub struct Judge<'a> {
     pub(crate) history: &'a ProgramHistory,
     selection: Selection,
     /// Facts about cgroups, by the text of `/proc/PID/cgroup`.
-    cgroups: HashMap<Vec<u8>, Arc<CgroupInfo>>,
+    cgroups: HashMap<Option<Vec<u8>>, Arc<CgroupInfo>>,
 }
 
 /// The verdict on a process.
@@ -94,9 +94,9 @@ impl<'a> Judge<'a> {
         Self { rules, history, selection, cgroups: HashMap::new() }
     }
 
-    pub(crate) fn cgroup_info(&mut self, text: Vec<u8>) -> Arc<CgroupInfo> {
+    pub(crate) fn cgroup_info(&mut self, text: Option<Vec<u8>>) -> Arc<CgroupInfo> {
         let selection = &mut self.selection;
-        self.cgroups.entry(text).or_insert_with_key(|text| Arc::new(selection.cgroup_info(text))).clone()
+        self.cgroups.entry(text).or_insert_with_key(|text| Arc::new(selection.cgroup_info(text.as_deref()))).clone()
     }
 
     /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged

@@ -10,6 +10,7 @@ use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::{Job, elsewhere};
 use std::io::{Read, Write};
+use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -415,6 +416,25 @@ fn only_our_own_marks_in_other_domains_are_waited_for() {
         }
         assert!(watched.target.pending.as_ref().is_some_and(|pending| pending.problem.is_some()));
     }
+}
+
+#[test]
+fn marks_of_a_process_with_hidden_cgroups_stay_in_the_account() {
+    let mut watched = Watched::new();
+    let proc = tempfile::tempdir().unwrap();
+    let dir = proc.path().join(watched.child.pid.to_string());
+    std::fs::create_dir(&dir).unwrap();
+    for entry in std::fs::read_dir(format!("/proc/{}", watched.child.pid)).unwrap() {
+        let path = entry.unwrap().path();
+        let link = dir.join(path.file_name().unwrap());
+        symlink(if path.ends_with("cgroup") { "x".repeat(300).into() } else { path }, link).unwrap();
+    }
+    watched.target.info.process = Arc::new(Process::open_at(proc.path(), watched.child.pid).unwrap());
+    let [own, other] = [DEFAULT, "other"].map(|name| watched.rules.domains.key_of(name).unwrap());
+    watched.history.marked.add(watched.target.image().unwrap(), own, DEFAULT).unwrap();
+    watched.refresh_after(10 * SECOND);
+    assert!(matches!(watched.target.exclusion, Some(Exclusion::OptedOut(_))));
+    assert!(watched.target.has_foreign_marks(other) && watched.target.pending.is_some());
 }
 
 #[test]

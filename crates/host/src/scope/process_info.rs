@@ -48,6 +48,8 @@ pub struct CgroupInfo {
     pub path: Option<String>,
     /// The trust domain that the cgroups' attributes set.
     pub domain: Option<String>,
+    /// Whether the kernel hides its cgroups, since a path is over 4096 bytes long (kernel/cgroup/cgroup.c).
+    pub(crate) are_hidden: bool,
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,

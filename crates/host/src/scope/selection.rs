@@ -147,7 +147,7 @@ impl Selection {
         if info.selected_by.is_none() && !self.has_cgroups() {
             return Ok(None);
         }
-        info.cgroups = Arc::new(self.cgroup_info(&cgroups_of(&process)?));
+        info.cgroups = Arc::new(self.cgroup_info(cgroups_of(&process)?.as_deref()));
         self.select(&mut info);
         if info.selected_by.is_none() {
             return Ok(None);
@@ -163,8 +163,11 @@ impl Selection {
     pub(crate) fn select(&self, info: &mut ProcessInfo) {
         info.selected_by = None;
         info.distrust = None;
+        // We'll leave it alone if its cgroups are hidden, but have to know of its marks.
+        let may_match = info.cgroups.are_hidden && !self.for_undoing;
         for (at, matcher) in self.matchers.iter().enumerate() {
             let matching = match matcher {
+                Some(matcher) if may_match && matcher.needs_cgroups() => Matching::Yes,
                 Some(Matcher::Cgroup(_)) if info.cgroups.selected_by == Some(at) => Matching::Yes,
                 None | Some(Matcher::Cgroup(_)) => Matching::No,
                 Some(matcher) if self.for_undoing && matcher.matches_by_name(info) => Matching::Yes,
@@ -196,7 +199,11 @@ impl Selection {
 
     /// Collects everything that the cgroups in the text of `/proc/PID/cgroup` say. We read attributes once for all
     /// processes.
-    pub(crate) fn cgroup_info(&mut self, text: &[u8]) -> CgroupInfo {
+    pub(crate) fn cgroup_info(&mut self, text: Option<&[u8]>) -> CgroupInfo {
+        let Some(text) = text else {
+            let opt_outs = vec![OptOut::Unknown { cgroup: "a cgroup with a path of over 4096 bytes".to_owned() }];
+            return CgroupInfo { are_hidden: true, opt_outs, ..CgroupInfo::default() };
+        };
         let all = parse_cgroups(text);
         let mut opt_outs = Vec::new();
         if let Some(cgroup) = self.attributes.avoided(&all) {
@@ -210,6 +217,7 @@ impl Selection {
         CgroupInfo {
             path: shown_path(&all),
             domain: self.attributes.domain(&all),
+            are_hidden: false,
             opt_outs,
             limiting,
             selected_by: self.by_cgroups(&all),
@@ -236,11 +244,12 @@ fn shown_path(cgroups: &[Cgroup]) -> Option<String> {
     Some(shown?.1.clone())
 }
 
-/// The text of `/proc/PID/cgroup`, empty on kernels without cgroups.
-pub(crate) fn cgroups_of(process: &Process) -> Result<Vec<u8>, ReadError> {
+/// The text of `/proc/PID/cgroup`, empty on kernels without cgroups, `None` if it's hidden.
+pub(crate) fn cgroups_of(process: &Process) -> Result<Option<Vec<u8>>, ReadError> {
     match process.read_file("cgroup") {
-        Err(ReadError::Absent { .. }) => Ok(Vec::new()),
-        other => other,
+        Err(ReadError::Absent { .. }) => Ok(Some(Vec::new())),
+        Err(ReadError::Io { source, .. }) if source.raw_os_error() == Some(libc::ENAMETOOLONG) => Ok(None),
+        other => other.map(Some),
     }
 }
 

@@ -216,15 +216,7 @@ impl Target {
     }
 
     fn recheck_now(&mut self, judge: &mut Judge<'_>) -> Result<bool, ReadError> {
-        let cgroups = match cgroups_of(&self.info.process) {
-            // The kernel shows no longer paths, so we can't tell who has opted out (`proc_cgroup_show`,
-            // kernel/cgroup/cgroup.c).
-            Err(ReadError::Io { source, .. }) if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
-                let cgroup = "a cgroup with a path of over 4096 bytes".to_owned();
-                return Ok(self.exclude(Some(Exclusion::OptedOut(OptOut::Unknown { cgroup }))));
-            }
-            cgroups => judge.cgroup_info(cgroups?),
-        };
+        let cgroups = judge.cgroup_info(cgroups_of(&self.info.process)?);
         let cpu_ns = process_cpu_ns(self.info.pid());
         if !self.may_have_changed(&cgroups, cpu_ns) {
             return Ok(false);
