@@ -104,6 +104,7 @@ fn serve_requests(line: &UnixStream) -> ! {
                     }
                     continue;
                 }
+                b'n' => libc::prctl(libc::PR_SET_NAME, c"another".as_ptr()) == 0,
                 b'k' => libc::mlock(last, BYTES) == 0,
                 b's' => {
                     // Fails on kernels without KSM.
@@ -435,6 +436,29 @@ fn marks_of_a_process_with_hidden_cgroups_stay_in_the_account() {
     watched.refresh_after(10 * SECOND);
     assert!(matches!(watched.target.exclusion, Some(Exclusion::OptedOut(_))));
     assert!(watched.target.has_foreign_marks(other) && watched.target.pending.is_some());
+}
+
+/// A denied program may call itself something else.
+#[test]
+fn a_denial_stands_until_another_program_runs_or_the_list_changes() {
+    let is_denied = |watched: &mut Watched| {
+        watched.refresh_after(10 * SECOND);
+        matches!(watched.target.exclusion, Some(Exclusion::DenyListed { .. }))
+    };
+    for has_new_list in [true, false] {
+        let mut watched = Watched::new();
+        watched.rules.deny = DenyList::new([watched.target.info.name.clone()]);
+        watched.target.judge_again();
+        assert!(is_denied(&mut watched));
+        watched.child.request(b'n');
+        assert!(is_denied(&mut watched));
+        if has_new_list {
+            watched.target.forget_denial();
+        } else {
+            watched.child.request(b'a');
+        }
+        assert!(!is_denied(&mut watched));
+    }
 }
 
 #[test]
