@@ -2,6 +2,7 @@
 
 mod advice;
 pub mod html;
+pub mod reader;
 pub mod report;
 pub mod scanner;
 pub mod sharing;
@@ -36,6 +37,7 @@ use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::progress::Progress;
 use pagefold_text::style;
+use reader::ScanReader;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
 use std::path::{Path, PathBuf};
@@ -161,10 +163,10 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     Ok(ScanReport { numa, matrix, deny: args.deny.to_string(), ..report })
 }
 
-fn reader() -> Result<PageReader, Exit> {
+fn reader() -> Result<ScanReader, Exit> {
     let reader = PageReader::new();
     if reader.sees_frames() {
-        return Ok(reader);
+        return Ok(ScanReader(Some(reader)));
     }
     Err(match std::fs::metadata("/proc/kpageflags") {
         Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to read other processes' memory; run as root (sudo)"),
@@ -223,7 +225,7 @@ const SHARING_PAGES: f64 = 4_194_304.0;
 /// The memory of processes.
 struct ProcessMemory {
     survey: Survey,
-    reader: PageReader,
+    reader: ScanReader,
     /// Which contents we read.
     how: ReadHow,
     /// How many pages of each cell we meant to read, and how many we could.
@@ -269,15 +271,14 @@ impl Memory for ProcessMemory {
         let contents = &mut self.contents;
         let number_of_process = u32::try_from(number).unwrap_or(u32::MAX);
         let mut at = 0;
-        let read = self.reader.read_runs(&process.scoped.process, &runs, self.how, |view| {
-            while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
+        let process = &process.scoped.process;
+        let read = self.reader.read_runs(process, &runs, self.how, scanner, |scanner, page, state, frame, digest| {
+            while page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
                 at += 1;
             }
             let RunPlace { cell, run } = places[at];
-            let Some(bytes) = view.bytes else { return };
             self.got[index(cell)] += 1;
-            let digest = scanner.digest(bytes);
-            match (view.state, view.frame) {
+            match (state, frame) {
                 (PageState::Private, _) => {
                     scanner.census.add_private(cell, run, digest);
                     if let Some(contents) = contents {
@@ -286,7 +287,7 @@ impl Memory for ProcessMemory {
                 }
                 (PageState::Shared | PageState::Merged, Some(frame)) => {
                     survey.holders(frame, &mut holders);
-                    if holders.is_empty() && view.state == PageState::Shared {
+                    if holders.is_empty() && state == PageState::Shared {
                         // The page has become shared since the survey, for example by a fork.
                         holders.push(cell);
                     }
@@ -320,9 +321,9 @@ impl ProcessMemory {
                 continue;
             }
             let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
-            let read = self.reader.read_runs(&process.scoped.process, &runs, self.how, |view| {
-                if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
-                    let digest = scanner.digest(bytes);
+            let process = &process.scoped.process;
+            let read = self.reader.read_runs(process, &runs, self.how, scanner, |scanner, _, state, _, digest| {
+                if state == PageState::Merged {
                     scanner.census.add_merged(digest);
                 }
             });
@@ -347,18 +348,21 @@ impl ProcessMemory {
                 continue;
             }
             let owner = OwnerKey(number);
-            let before = merged.len();
-            let looked = self.reader.merged_frames(&process.scoped.process, &process.ranges, false, |page, frame| {
+            let ranges = process.ranges.clone();
+            let frames = self.reader.run(&process.scoped.process, move |reader, process| {
+                let mut frames = Vec::new();
+                reader.merged_frames(process, &ranges, false, |page, frame| frames.push((page, frame)))?;
+                Ok(frames)
+            });
+            let view = owner_view(&process.scoped.process, &topology, owner, Placement::default());
+            let (Ok(frames), Ok(view)) = (frames, view) else { continue };
+            owners.push(view);
+            for (page, frame) in frames {
                 if let Some(node) = topology.node_of(frame) {
                     let region = RegionKey(0);
                     let sample = MergedSample { region, page, frame, node, charged: false, mappers: 0 };
                     merged.push((owner, sample));
                 }
-            });
-            let view = owner_view(&process.scoped.process, &topology, owner, Placement::default());
-            match (looked, view) {
-                (Ok(()), Ok(view)) => owners.push(view),
-                _ => merged.truncate(before),
             }
         }
         let places = summarize(&merged, &owners, &nodes, Latencies::default());

@@ -32,7 +32,7 @@ pub struct Scanner {
     pub census: Census,
     pub progress: Progress,
     chooser: Chooser,
-    digester: Digester,
+    pub digester: Digester,
     began_ns: u64,
     pages_read: u64,
     reading_ns: u64,
@@ -92,6 +92,12 @@ impl Scanner {
 
     /// Makes the digest of a page that we've read.
     pub fn digest(&mut self, bytes: &PageBytes) -> Digest {
+        self.count_page();
+        self.digester.digest(bytes)
+    }
+
+    /// Counts a page that we've read.
+    pub fn count_page(&mut self) {
         self.pages_read += 1;
         if self.pages_read % 4096 == 0 && self.frames > 0.0 {
             let message = match self.to {
@@ -100,7 +106,6 @@ impl Scanner {
             };
             self.progress.show(&message, Some((self.pages_read - self.read_before) as f64 / self.frames));
         }
-        self.digester.digest(bytes)
     }
 
     pub fn cost(&self) -> Cost {

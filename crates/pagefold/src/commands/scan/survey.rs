@@ -5,6 +5,7 @@
 //! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork only
 //! once, among the pages of its first holder.
 
+use super::reader::ScanReader;
 use super::why::cause::{Cause, Causes};
 use anyhow::Result;
 use pagefold_engine::host::PageState;
@@ -161,7 +162,7 @@ impl Survey {
     pub fn of(
         scoped: Vec<ProcessInfo>,
         deny: &DenyList,
-        reader: &mut PageReader,
+        reader: &mut ScanReader,
         wanted: Wanted,
         mut progress: impl FnMut(),
     ) -> Result<Self> {
@@ -204,7 +205,7 @@ impl Survey {
         &mut self,
         surveyed: &mut Surveyed,
         deny: &DenyList,
-        reader: &mut PageReader,
+        reader: &mut ScanReader,
         with_causes: bool,
         joint: &mut Vec<Joint>,
         numbers: &mut u32,
@@ -217,7 +218,7 @@ impl Survey {
         let mut left_out = LeftOutByReason::default();
         if let Some(refused) = &surveyed.refused {
             // We report the process's size, but read none of its pages.
-            let details = read_smaps(process).unwrap_or_default();
+            let details = reader.run(process, |_, process| read_smaps(process)).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.add(LeftOut::of(refused, kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
             surveyed.excluded = left_out.by_size();
@@ -228,7 +229,7 @@ impl Survey {
         let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
         let mut cells: BTreeMap<CellKey, u32> = BTreeMap::new();
         let mut unseen = LeftOutByReason::default();
-        let details = read_smaps(process)?;
+        let details = reader.run(process, |_, process| read_smaps(process))?;
         let mut pinned_kib = pinned_kib(&details, &surveyed.scoped.status);
         for detail in details {
             let exclusion = vma_exclusion(&detail);
@@ -253,20 +254,15 @@ impl Survey {
             let Some(causes) = causes else { continue };
             let pages = u32::try_from(detail.vma.pages().0).unwrap_or(u32::MAX);
             surveyed.ranges.push((detail.vma.first(), pages));
-            let found = pages_of(process, &detail, reader, causes.file.is_some())?;
-            let mut file_cause = causes.file;
-            if let Some(frame) = found.file_frame
-                && reader
-                    .is_swap_backed(frame)
-                    .map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))?
-            {
-                file_cause = file_cause.map(Cause::in_memory);
-            }
             let kind = kind_of(&detail.vma, &program);
             let has_swapped_file = detail.vma.perms.shared;
+            let swapped = detail.swap_kib / 4;
+            let with_file = causes.file.is_some();
+            let found = reader.run(process, move |reader, process| pages_of(process, &detail, reader, with_file))?;
+            let file_cause = if found.is_swap_backed { causes.file.map(Cause::in_memory) } else { causes.file };
             for (is_file, cause, runs) in [(false, causes.anonymous, found.private), (true, file_cause, found.file)] {
                 let shared = found.joint.iter().filter(|page| page.is_file == is_file);
-                let swapped = if is_file == has_swapped_file { detail.swap_kib / 4 } else { 0 };
+                let swapped = if is_file == has_swapped_file { swapped } else { 0 };
                 if (with_causes || is_file) && runs.is_empty() && swapped == 0 && shared.clone().next().is_none() {
                     continue;
                 }
@@ -386,8 +382,8 @@ struct MappedPages {
     private: Vec<(Vpn, u32)>,
     /// Runs of file pages that only this mapping maps.
     file: Vec<(Vpn, u32)>,
-    /// The frame of a file page.
-    file_frame: Option<u64>,
+    /// Whether the file is shared memory or of a tmpfs.
+    is_swap_backed: bool,
     joint: Vec<JointPage>,
 }
 
@@ -409,6 +405,7 @@ fn pages_of(
 ) -> Result<MappedPages, ReadError> {
     let mut found = MappedPages::default();
     let mut others: Vec<(Vpn, u32)> = Vec::new();
+    let mut file_frame = None;
     reader.walk(process, detail.vma.first(), detail.vma.pages(), |page, entry| {
         if !entry.present() {
             return;
@@ -418,7 +415,7 @@ fn pages_of(
         } else if !entry.file_or_shared() {
             extend(&mut others, page);
         } else if with_file && let Some(frame) = entry.pfn() {
-            found.file_frame = Some(frame);
+            file_frame = Some(frame);
             if entry.exclusive() {
                 extend(&mut found.file, page);
             } else {
@@ -426,6 +423,10 @@ fn pages_of(
             }
         }
     })?;
+    if let Some(frame) = file_frame {
+        let is = reader.is_swap_backed(frame);
+        found.is_swap_backed = is.map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))?;
+    }
     // We needn't read contents, as the frame's flags tell a merged page from a shared one.
     let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
     reader.read_runs(process, &others, how, |view| {

@@ -4,6 +4,7 @@
 //! program that we've read, and, shifted by any number of bytes, within the other program's block. For the latter we
 //! index windows of 16 bytes whose hash ends in zeros: whatever the shift, the same windows are chosen on both sides.
 
+use super::super::reader::ScanReader;
 use super::cause::{Cause, Causes};
 use pagefold_engine::hash::{Digest, Digester, PageBytes, is_zero};
 use pagefold_engine::random::mix;
@@ -14,6 +15,7 @@ use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::process::{Process, ReadError};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 
 /// Pages per block.
 const BLOCK: u64 = 64;
@@ -366,16 +368,17 @@ impl Comparison {
 
 /// Compares two programs. Reads a sample, or all pages if `exact`.
 pub fn compare(
-    reader: &mut PageReader,
-    one: &Process,
-    other: &Process,
+    reader: &mut ScanReader,
+    one: &Arc<Process>,
+    other: &Arc<Process>,
     seed: u64,
     exact: bool,
 ) -> Result<PairReport, ReadError> {
-    let (own_space, own) = readable(one)?;
-    let (other_space, others) = readable(other)?;
+    let (own_space, own) = reader.run(one, |_, process| readable(process))?;
+    let (other_space, others) = reader.run(other, |_, process| readable(process))?;
     let spaces = [own_space, other_space];
-    let (places, populated) = places(reader, one, &[own, others])?;
+    let details = [own, others];
+    let (places, populated) = reader.run(one, move |reader, process| places(reader, process, &details))?;
     let fraction = if exact { 1.0 } else { (PAGES / populated.max(1) as f64).min(1.0) };
     let digester = Digester::new(seed);
     let mut comparison = Comparison::default();
@@ -383,9 +386,10 @@ pub fn compare(
         if (mix(place.first[0].0 ^ seed) >> 11) as f64 / (1_u64 << 53) as f64 >= fraction {
             continue;
         }
+        let Place { first, pages } = place;
         let blocks = [
-            Block::read(reader, one, place.first[0], place.pages)?,
-            Block::read(reader, other, place.first[1], place.pages)?,
+            reader.run(one, move |reader, process| Block::read(reader, process, first[0], pages))?,
+            reader.run(other, move |reader, process| Block::read(reader, process, first[1], pages))?,
         ];
         comparison.add(&blocks, &spaces, &digester);
     }
