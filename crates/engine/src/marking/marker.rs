@@ -890,8 +890,8 @@ mod tests {
         let mut table = written(SMALL, &[]);
         judge(region(&mut table));
         let span = Span { region: RegionKey(1), first: Vpn(100), pages: SMALL };
-        let marked = vec![ChangeResult { change: Change { span, why }, marking }];
-        let outcome = Outcome { marked, ..Outcome::default() };
+        let change = Change { span, why };
+        let outcome = Outcome { marked: vec![ChangeResult { change, marking }], ..Outcome::default() };
         marker.record_marked(&mut table, S, &outcome, &mut ScanScheduler::default());
         assert!(region(&mut table).hold.lacks_mappings);
         assert_eq!([300, 301].map(|at| ready_spans(&marker, &mut table, at * S, &config)), [0, 1]);
