@@ -3,15 +3,18 @@ use super::survey::FLAGS_NS;
 use super::*;
 use crate::churn::LEFT_ALONE_NS;
 use crate::judge::ScopeRules;
-use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::DEFAULT;
+use crate::scope::exe::Distrust;
+use crate::scope::{ScopeSpec, Selector};
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::{Job, elsewhere};
+use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 use std::time::Duration;
 
 const SECOND: u64 = 1_000_000_000;
@@ -382,6 +385,44 @@ fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
     assert!(watched.target.exclusion.is_some());
     change(&mut watched, own);
     assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
+}
+
+/// A release is switched by a link while programs of the last one run.
+#[test]
+fn a_program_stays_in_scope_when_the_link_that_it_was_selected_by_is_switched() {
+    let directory = tempfile::tempdir().unwrap();
+    let current = directory.path().join("current");
+    for release in ["1", "2"] {
+        fs::create_dir(directory.path().join(release)).unwrap();
+        fs::copy("/bin/sleep", directory.path().join(release).join("server")).unwrap();
+    }
+    symlink("1", &current).unwrap();
+    let mut server = Command::new(current.join("server")).arg("600").spawn().unwrap();
+    let mut now_ns = 0;
+    let selector = Selector::Exe(current.join("server").to_str().unwrap().to_owned());
+    let mut rules = ScopeRules::new(ScopeSpec(vec![selector]), Roots::default(), DenyList::new([]));
+    let new_target = || {
+        let process = Arc::new(Process::open(i32::try_from(server.id()).unwrap()).unwrap());
+        Target::new(ProcessInfo::of(&process).unwrap(), OwnerKey(1), DomainKey(0))
+    };
+    let mut check = |target: &mut Target, rules: &mut ScopeRules| {
+        now_ns += SECOND;
+        target.judge_again();
+        let history = ProgramHistory::default();
+        target.refresh(now_ns, 1, &mut Judge::new(rules, &history), || RegionKey(1)).unwrap();
+        target.exclusion.clone()
+    };
+    let mut target = new_target();
+    assert_eq!(check(&mut target, &mut rules), None);
+    fs::remove_file(&current).unwrap();
+    symlink("2", &current).unwrap();
+    assert_eq!(check(&mut target, &mut rules), None);
+    let other_version = Some(Exclusion::Untrusted(Distrust::OtherVersion));
+    assert_eq!(check(&mut new_target(), &mut rules), other_version, "a run that begins now");
+    rules.scope = ScopeSpec(vec![Selector::Exe("another".to_owned())]);
+    assert_eq!(check(&mut target, &mut rules), Some(Exclusion::OutOfScope), "its selector has gone");
+    server.kill().unwrap();
+    server.wait().unwrap();
 }
 
 /// We wait only for programs that an earlier run has marked: a program that marks its own memory has chosen to.

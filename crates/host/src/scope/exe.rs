@@ -5,22 +5,24 @@
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
 //! belong to root, and no other user may write them. An upgrade may replace the file while the program is running. Then
 //! we go by the same path if the file that runs is root's alone and was on the same mount as the directory, or on a
-//! copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only exclude match by name as
-//! well.
+//! copy of that mount: a service with `PrivateTmp=` has copies of all mounts. In the same way a program keeps the links
+//! that led to it when we looked. Rules that only exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
+use pagefold_procmem::os::locked;
 use pagefold_procmem::os::peer::is_trusted;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{exe_of, program_name};
 use pagefold_text::escape::printable;
 use rustix::fs::OFlags;
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Read;
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock};
 use thiserror::Error;
 
 const WRITABLE_BY_OTHERS: u32 = 0o022;
@@ -42,6 +44,8 @@ pub struct Exe {
     place: Option<Vec<u8>>,
     /// We find out once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
+    /// Paths that have led to it so far: a link may be switched to another version while this one runs.
+    led_here: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
@@ -56,6 +60,9 @@ pub enum Distrust {
     /// Users other than root can change it or a directory above it.
     #[error("can be changed by users other than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
     Writable { path: PathBuf, uid: u32, mode: u32 },
+    /// The path is that of a link, which leads to another file of this name.
+    #[error("is not the version that the path now leads to")]
+    OtherVersion,
     /// On a file system that a program provides.
     #[error("is on a file system that a program provides (FUSE)")]
     Provided,
@@ -117,7 +124,7 @@ impl Exe {
         if let Some(file) = file.filter(|_| without_deleted(&path) != path) {
             place = place_seen_by(process, file.mount);
         }
-        Ok(Some(Self { path, file, place, trust: OnceLock::new() }))
+        Ok(Some(Self { path, file, place, trust: OnceLock::new(), led_here: Arc::default() }))
     }
 
     pub fn id(&self) -> Option<FileId> {
@@ -158,6 +165,9 @@ impl Exe {
         let is_path = selector.starts_with('/');
         let is_exact = is_exactly(selector, &self.path);
         let matches_path = is_exact || is_path && self.is_linked_as(Path::new(selector));
+        if is_path && !matches_path && self.is_other_version(Path::new(selector)) {
+            return Matching::NameOnly(Distrust::OtherVersion);
+        }
         if !matches_path && !is_named(selector, Some(&self.path), comm) {
             return Matching::No;
         }
@@ -172,10 +182,24 @@ impl Exe {
         }
     }
 
-    /// Whether this path leads to the executable, as Debian's redis-server leads to redis-check-rdb. Only links and
-    /// directories of root count.
+    /// Whether this path leads to the executable, as Debian's redis-server leads to redis-check-rdb, or has led to it
+    /// when we looked before. Only links and directories of root count.
     fn is_linked_as(&self, path: &Path) -> bool {
-        follow_roots(path).is_some_and(|file| file == without_deleted(&self.path))
+        if locked(&self.led_here).contains(path) {
+            return true;
+        }
+        let leads_here = follow_roots(path).is_some_and(|file| file == without_deleted(&self.path));
+        if leads_here {
+            locked(&self.led_here).insert(path.to_owned());
+        }
+        leads_here
+    }
+
+    /// Whether this path leads, by a link, to another file than the executable, which is root's and has the same name.
+    fn is_other_version(&self, path: &Path) -> bool {
+        path.file_name() == without_deleted(&self.path).file_name()
+            && self.trust().is_ok()
+            && follow_roots(path).is_some_and(|file| file != path)
     }
 }
 

@@ -10,7 +10,13 @@ fn program(directory: &Path, name: &str) -> PathBuf {
 }
 
 fn exe(path: &Path) -> Exe {
-    Exe { path: path.to_owned(), file: Found::of_path(path).ok(), place: None, trust: OnceLock::new() }
+    Exe {
+        path: path.to_owned(),
+        file: Found::of_path(path).ok(),
+        place: None,
+        trust: OnceLock::new(),
+        led_here: Arc::default(),
+    }
 }
 
 #[test]
@@ -65,7 +71,13 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     symlink(&path, directory.path().join("link")).unwrap();
     let shown = || PathBuf::from(format!("{} (deleted)", path.display()));
     let file = Found::of_path(&path).unwrap();
-    let replaced = |file: Found| Exe { path: shown(), file: Some(file), place: None, trust: OnceLock::new() };
+    let replaced = |file: Found| Exe {
+        path: shown(),
+        file: Some(file),
+        place: None,
+        trust: OnceLock::new(),
+        led_here: Arc::default(),
+    };
     fs::remove_file(&path).unwrap();
     for selector in ["server", path.to_str().unwrap()] {
         assert_eq!(replaced(file).matches(selector, b"server"), Matching::Yes, "{selector}");
@@ -90,7 +102,7 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     }
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     assert!(matches!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Writable { .. })));
-    let unknown = Exe { path: shown(), file: None, place: None, trust: OnceLock::new() };
+    let unknown = Exe { path: shown(), file: None, place: None, trust: OnceLock::new(), led_here: Arc::default() };
     assert_eq!(unknown.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
 }
 
@@ -125,6 +137,45 @@ fn links_are_followed_and_command_names_are_not() {
     symlink("theirs", others.path().join("link")).unwrap();
     assert_eq!(exe(&theirs).matches("link", b"x"), Matching::No);
     assert!(matches!(exe(&theirs).matches("link", b"link"), Matching::NameOnly(Distrust::Writable { .. })));
+}
+
+#[test]
+fn a_program_stays_known_by_a_link_that_is_switched_to_another_version() {
+    let directory = tempfile::tempdir().unwrap();
+    let current = directory.path().join("current");
+    let mut versions = Vec::new();
+    for release in ["1", "2"] {
+        let release = directory.path().join(release);
+        fs::create_dir(&release).unwrap();
+        program(&release, "helper");
+        versions.push(program(&release, "server"));
+    }
+    let switch = |release: &str| {
+        let _ = fs::remove_file(&current);
+        symlink(release, &current).unwrap();
+    };
+    let selector = current.join("server");
+    let matches = |exe: &Exe| exe.matches(selector.to_str().unwrap(), b"server");
+    switch("1");
+    let running = exe(&versions[0]);
+    assert_eq!((matches(&running), matches(&running.clone())), (Matching::Yes, Matching::Yes));
+    switch("2");
+    assert_eq!((matches(&running), matches(&running.clone())), (Matching::Yes, Matching::Yes));
+    assert_eq!(matches(&exe(&versions[1])), Matching::Yes);
+    assert_eq!(running.matches(current.join("helper").to_str().unwrap(), b"server"), Matching::No, "another path");
+    // Started before the link was switched, and seen only now.
+    assert_eq!(matches(&exe(&versions[0])), Matching::NameOnly(Distrust::OtherVersion));
+    assert_eq!(matches(&exe(&directory.path().join("1/helper"))), Matching::No);
+    assert_eq!(exe(&versions[0]).matches(versions[1].to_str().unwrap(), b"server"), Matching::No, "it is no link");
+    switch("3");
+    assert_eq!((matches(&running), matches(&exe(&versions[0]))), (Matching::Yes, Matching::No), "it leads nowhere");
+    // A link that another user could have switched counts for nothing, and neither does another user's program.
+    switch("2");
+    fs::set_permissions(&versions[0], fs::Permissions::from_mode(0o757)).unwrap();
+    assert_eq!(matches(&exe(&versions[0])), Matching::No);
+    fs::set_permissions(&versions[0], fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    assert_eq!((matches(&exe(&versions[0])), matches(&exe(&versions[1]))), (Matching::No, Matching::No));
 }
 
 #[test]

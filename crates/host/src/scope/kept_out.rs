@@ -7,6 +7,7 @@
 //!
 //! Callers keep the list for the next run. A process's start time tells it from a later one with the same pid.
 
+use super::exe::{Distrust, Matching};
 use super::{ProcessInfo, ScopeSpec, Selector};
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::{Process, ProcessKey, ReadError, Stat};
@@ -85,7 +86,7 @@ impl KeptOut {
     }
 
     /// Lets in again the processes that a scope selects. `found` are the ones running now. Returns the processes that
-    /// were kept out.
+    /// were kept out and are no longer.
     pub fn include<'a>(
         &mut self,
         spec: &ScopeSpec,
@@ -110,6 +111,7 @@ impl KeptOut {
             return Err(KeptOutError::TooMany);
         }
         self.add(new);
+        were_out.retain(|info| self.verdict(info, true, roots).is_none());
         Ok(were_out)
     }
 
@@ -198,7 +200,10 @@ impl Entry {
         if self.is_of_pid() {
             return self.processes.contains(&info.process.key());
         }
-        self.selector.resolve_existing(roots).is_ok_and(|matcher| matcher.matches_by_name(info))
+        let Ok(matcher) = self.selector.resolve_existing(roots) else { return false };
+        // The path of a link keeps the versions out that it once led to, but lets in only the one that it leads to.
+        let is_other = self.is_in() && matcher.matches(info) == Matching::NameOnly(Distrust::OtherVersion);
+        !is_other && matcher.matches_by_name(info)
     }
 }
 

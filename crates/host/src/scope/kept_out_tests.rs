@@ -2,6 +2,7 @@ use super::*;
 use crate::scope::resolve_for_undoing;
 use crate::scope::tests::Tree;
 use std::fs;
+use std::os::unix::fs::symlink;
 
 /// Processes of a fixture of /proc, and the list of kept-out ones.
 struct Fixture {
@@ -101,6 +102,25 @@ fn the_last_selector_that_matches_decides() {
     assert_eq!(entries.collect::<Vec<_>>(), expected);
     assert_eq!(fixture.include(&all()), Ok(vec![10, 20, 30]));
     assert!(fixture.kept_out.entries().is_empty() && fixture.out().is_empty());
+}
+
+#[test]
+fn a_link_that_is_switched_keeps_out_what_it_led_to_but_does_not_let_it_in() {
+    let mut fixture = Fixture::new();
+    let root = fixture.tree.roots.proc.parent().unwrap().to_owned();
+    let current = root.join("current");
+    fs::create_dir(root.join("opt")).unwrap();
+    fs::write(root.join("opt/web"), "").unwrap();
+    symlink("usr/bin", &current).unwrap();
+    let spec = by_exe(current.join("web").to_str().unwrap());
+    fixture.keep_out(&spec);
+    assert_eq!(fixture.out(), [10, 11, 12]);
+    fs::remove_file(&current).unwrap();
+    symlink("opt", &current).unwrap();
+    assert_eq!(fixture.out(), [10, 11, 12]);
+    fixture.keep_out(&all());
+    assert_eq!(fixture.include(&spec), Ok(vec![]));
+    assert_eq!(fixture.out(), [10, 11, 12, 20, 30]);
 }
 
 #[test]
