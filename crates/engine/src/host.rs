@@ -193,10 +193,11 @@ impl HugeSplits {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryView {
-    /// All memory, 0 if unknown.
+    /// All memory but the pool of huge pages, 0 if unknown.
     pub total: Pages,
-    /// Memory that programs can still get without swapping (`MemAvailable`).
+    /// Memory that programs can still get without swapping: `MemAvailable`, and ZFS's cache.
     pub available: Pages,
+    /// Free swap, as far as programs in scope may use it.
     pub swap_free: Pages,
     /// The share of the last 10 s in which some task waited for memory (PSI `some avg10`), if the kernel reports it.
     pub pressure: Option<Permyriad>,

@@ -5,6 +5,7 @@
 //! as a write would. If that exceeds a limit, the OOM killer strikes.
 
 use super::cgroup::{Cgroup, parse_cgroups};
+use crate::os::arc;
 use crate::os::fault;
 use crate::os::fields::{kib, number};
 use crate::process::{Process, ReadError};
@@ -133,6 +134,21 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     Ok(limits.min_by_key(|limit| limit.left))
 }
 
+/// How much more swap the processes below a cgroup may use; `None` if that has no limit. Version 1 limits memory and
+/// swap together.
+pub fn swap_left(dir: &Path) -> io::Result<Option<Bytes>> {
+    const SWAP_LIMITS: [(&str, &str); 2] =
+        [("memory.swap.max", "memory.swap.current"), ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")];
+    for (limit, usage) in SWAP_LIMITS {
+        let limit = bytes_in(&dir.join(limit))?.unwrap_or(NO_LIMIT);
+        if limit < NO_LIMIT {
+            let used = bytes_in(&dir.join(usage))?.unwrap_or(0);
+            return Ok(Some(Bytes(limit.saturating_sub(used))));
+        }
+    }
+    Ok(None)
+}
+
 /// The page cache that the kernel reclaims before it kills, in bytes, from the text of `memory.stat`: all inactive page
 /// cache, and the active page cache that no program maps. Programs that read files fill their cgroup with page cache up
 /// to the limit, and only lose time when the kernel drops it. We don't count pages that must first be written to disk,
@@ -153,7 +169,9 @@ fn of_either(stat: &[u8], name_v1: &str, name_v2: &str) -> u64 {
 }
 
 fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
-    Ok(available(&text_of(&proc_root.join("meminfo"))?).unwrap_or(u64::MAX))
+    let available = available(&text_of(&proc_root.join("meminfo"))?).unwrap_or(u64::MAX);
+    let arcstats = text_of(&proc_root.join(arc::ARCSTATS)).unwrap_or_default();
+    Ok(available.saturating_add(arc::shrinkable(arcstats.as_bytes())))
 }
 
 /// `MemAvailable` in the text of `/proc/meminfo`, bytes.
@@ -239,6 +257,25 @@ mod tests {
     }
 
     #[test]
+    fn limits_of_swap_are_read_for_both_versions() {
+        let files = [
+            ("cg/two/memory.swap.max", "9000\n"),
+            ("cg/two/memory.swap.current", "5000\n"),
+            ("cg/none/memory.swap.max", "0\n"),
+            ("cg/none/memory.swap.current", "5000\n"),
+            ("cg/free/memory.swap.max", "max\n"),
+            ("cg/one/memory.memsw.limit_in_bytes", "8000\n"),
+            ("cg/one/memory.memsw.usage_in_bytes", "5000\n"),
+            ("cg/odd/memory.swap.max", "many\n"),
+        ];
+        let (dir, _) = machine("", &files);
+        let left = |name: &str| swap_left(&dir.path().join("cg").join(name));
+        let found = ["two", "none", "free", "one", "gone"].map(|name| left(name).unwrap().map(|left| left.0));
+        assert_eq!(found, [Some(4_000), Some(0), None, Some(3_000), None]);
+        assert!(left("odd").is_err());
+    }
+
+    #[test]
     fn memory_high_is_a_limit_too() {
         let files = [("cg/a/memory.max", "max\n"), ("cg/a/memory.high", "9000\n"), ("cg/a/memory.current", "8000\n")];
         assert_eq!(left("0::/a\n", &files), 1000);
@@ -298,6 +335,8 @@ mod tests {
     #[test]
     fn available_memory_of_the_machine_is_a_limit_too() {
         assert_eq!(left("", &[]), 4_000_000 * 1024);
+        let arcstats = ("proc/spl/kstat/zfs/arcstats", "name type data\nc_min 4 1000\nsize 4 3000\n");
+        assert_eq!(left("", &[arcstats]), 4_000_000 * 1024 + 2000, "ZFS gives it back");
         assert_eq!(available("MemAvailable: 18446744073709551615 kB\n"), Some(u64::MAX));
     }
 }

@@ -1,6 +1,7 @@
 //! The machine and our own process: CPU time, memory pressure, capabilities, signals. No other processes.
 
 pub mod abandonable;
+pub mod arc;
 pub mod cpu;
 #[cfg(all(feature = "faults", debug_assertions))]
 pub mod fault;

@@ -1,14 +1,15 @@
-//! Memory pressure of the machine: pressure stall information (PSI) and available memory.
+//! Memory pressure of the machine: pressure stall information (PSI), available memory and free swap.
 //!
 //! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied
-//! access to either file (`ProcSubset=pid`). In these cases we don't know the value; only malformed text is an error.
+//! access to the files (`ProcSubset=pid`). In these cases we don't know the value; only malformed text is an error.
 //! The governor's other measure needs no PSI: memory is scarce when less than a fifth is available (ksmtuned's
 //! `KSM_THRES_COEF` of 20).
 
-use super::fields::{MISSING, kib};
+use super::arc;
+use super::fields::{MISSING, NOT_A_NUMBER, kib};
 use crate::os::fault;
 use pagefold_engine::host::MemoryView;
-use pagefold_engine::units::{Pages, Permyriad};
+use pagefold_engine::units::{PAGE_BYTES, Pages, Permyriad};
 use std::fs::File;
 use std::io;
 use std::ops::RangeInclusive;
@@ -25,21 +26,37 @@ pub enum PressureError {
     Io { path: PathBuf, source: io::Error },
 }
 
-/// Reads the memory pressure from files kept open. One read of both takes some 20 us.
+/// Reads the memory pressure from files kept open. One read of `meminfo` and `pressure` takes some 20 us.
 #[derive(Debug)]
 pub struct MemoryMonitor {
     meminfo: Source,
     pressure: Source,
+    swaps: Source,
+    arcstats: Source,
 }
 
 impl MemoryMonitor {
     /// Opens the files below `/proc` or another root.
     pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
-        Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
+        Ok(Self {
+            meminfo: Source::open(proc_root, "meminfo")?,
+            pressure: Source::open(proc_root, "pressure/memory")?,
+            swaps: Source::open(proc_root, "swaps")?,
+            arcstats: Source::open(proc_root, arc::ARCSTATS)?,
+        })
     }
 
     pub fn read(&self) -> Result<MemoryView, PressureError> {
-        let (total, available, swap_free) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
+        let (total, mut available, mut swap_free) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
+        if swap_free > Pages(0) {
+            // zram keeps its pages in memory. We assume that they compress to half.
+            let zram = self.swaps.read(parse_zram_free)?.unwrap_or_default();
+            swap_free = swap_free.saturating_sub(Pages(zram.0 / 2));
+        }
+        // The file stays open but can't be read once the module has been unloaded.
+        if let Ok(Some(shrinkable)) = self.arcstats.read(|text| Ok(arc::shrinkable(text))) {
+            available += Pages(shrinkable / PAGE_BYTES);
+        }
         Ok(MemoryView { total, available, swap_free, pressure: self.pressure.read(parse_pressure)? })
     }
 }
@@ -64,8 +81,8 @@ impl Source {
     /// Reads and parses the file; `None` if it's missing or access is denied.
     fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
         let Some(file) = &self.file else { return Ok(None) };
-        // The fields we need are in the first 16 lines of both files, of some 28 bytes each.
-        let mut buffer = [0; 1024];
+        // All fields that we need are in the first 60 lines, of at most 60 bytes each.
+        let mut buffer = [0; 4096];
         match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
             Ok(length) => match parse(&buffer[..length]) {
                 Ok(value) => Ok(Some(value)),
@@ -81,16 +98,38 @@ fn is_withheld(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
 }
 
-/// Parses the beginning of `/proc/meminfo`: total memory, memory available without swapping, and free swap.
+/// Parses `/proc/meminfo`: total memory without the pool of huge pages, which programs can't have otherwise, memory
+/// available without swapping, and free swap.
 pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str> {
     // The last line may be cut off.
     let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let whole = &text[..end];
-    let swap_free = match pages(whole, "SwapFree") {
-        Err(MISSING) => Pages(0),
-        other => other?,
-    };
-    Ok((pages(whole, "MemTotal")?, pages(whole, "MemAvailable")?, swap_free))
+    let total = pages(whole, "MemTotal")?.saturating_sub(pages_or_none(whole, "Hugetlb")?);
+    Ok((total, pages(whole, "MemAvailable")?, pages_or_none(whole, "SwapFree")?))
+}
+
+fn pages_or_none(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
+    match pages(meminfo, key) {
+        Err(MISSING) => Ok(Pages(0)),
+        other => other,
+    }
+}
+
+/// Parses `/proc/swaps`: how much of zram is free.
+pub fn parse_zram_free(text: &[u8]) -> Result<Pages, &'static str> {
+    let mut free_kib = 0_u64;
+    for line in text.split_inclusive(|&byte| byte == b'\n') {
+        if !line.starts_with(b"/dev/zram") || !line.ends_with(b"\n") {
+            continue;
+        }
+        // Name, type, size, used and priority.
+        let line = std::str::from_utf8(line).map_err(|_| "not ASCII")?;
+        let mut words = line.split_ascii_whitespace().skip(2);
+        let mut kib = || words.next().and_then(|word| word.parse::<u64>().ok()).ok_or(NOT_A_NUMBER);
+        let (size, used) = (kib()?, kib()?);
+        free_kib = free_kib.saturating_add(size.saturating_sub(used));
+    }
+    Ok(Pages(free_kib / 4))
 }
 
 fn pages(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
@@ -130,6 +169,37 @@ mod tests {
         Buffers:           31164 kB\nCached:           784420 kB\nSwapCached:            0 kB\nSwapFree:          16 kB\n";
     const PRESSURE: &str =
         "some avg10=12.34 avg60=0.50 avg300=0.00 total=5\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
+
+    #[test]
+    fn the_pool_of_huge_pages_is_no_memory_for_others() {
+        // The field is far behind the others.
+        let between = "Other:                 0 kB\n".repeat(50);
+        let text = format!("{MEMINFO}{between}Hugetlb:        20000000 kB\n");
+        let memory = view(&tree(Some(&text), None)).unwrap();
+        assert_eq!(memory.total, Pages((24_684_084 - 20_000_000) / 4));
+        assert_eq!(parse_meminfo(b"MemTotal: 8 kB\nMemAvailable: 4 kB\nHugetlb: 12 kB\n").unwrap().0, Pages(0));
+    }
+
+    #[test]
+    fn swap_on_zram_counts_half_and_what_zfs_can_give_back_as_available() {
+        let dir = tree(Some(&MEMINFO.replace("SwapFree:          16", "SwapFree:       24000")), None);
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        assert_eq!(view(&dir).unwrap().swap_free, Pages(6_000));
+        let head = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n";
+        write(
+            "swaps",
+            &format!("{head}/dev/zram0  partition\t20000\t\t4000\t\t100\n/swap  file\t9000\t\t1000\t\t-2\n"),
+        );
+        write("spl/kstat/zfs/arcstats", "name    type data\nc_min    4    4096\nsize    4    40960000\n");
+        let memory = view(&dir).unwrap();
+        assert_eq!((memory.available, memory.swap_free), (Pages(6_010_074 + 9_999), Pages(4_000)));
+        write("swaps", &format!("{head}/dev/zram0  partition\tmany\t\t4000\t\t100\n"));
+        assert!(matches!(view(&dir), Err(PressureError::Malformed { .. })));
+    }
 
     fn tree(meminfo: Option<&str>, pressure: Option<&str>) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
