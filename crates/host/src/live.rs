@@ -480,6 +480,8 @@ impl Host for LiveHost {
         let cost = self.cost.read(injector);
         self.placing.refresh(now_ns, &self.targets, self.rules.domains.names());
         self.limits.refresh(now_ns, &self.targets);
+        let mut memory = self.machine.memory;
+        memory.swap_free = self.limits.swap_left().map_or(memory.swap_free, |left| left.min(memory.swap_free));
         Ok(Snapshot {
             now_ns,
             regions: self.regions.views.clone(),
@@ -488,7 +490,7 @@ impl Host for LiveHost {
             shows_frames: true,
             shows_lone: shows_merged(),
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
-            memory: self.machine.memory,
+            memory,
             cpu_pressure: self.limits.cpu_pressure(),
             limits: self.limits.views(),
             groups: self.regions.groups.clone(),

@@ -1,11 +1,11 @@
-//! The cgroups of targets: how much is left below their memory limits (a written merged page needs memory again), and
-//! how long their tasks wait for a CPU.
+//! The cgroups of targets: how much is left below their memory limits (a written merged page needs memory again), how
+//! much swap they may use, and how long their tasks wait for a CPU.
 
 use crate::targets::Target;
 use pagefold_engine::host::LimitView;
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
-use pagefold_procmem::headroom::{Limit, limit_of};
+use pagefold_procmem::headroom::{Limit, limit_of, swap_left};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::pressure::parse_pressure;
@@ -32,8 +32,12 @@ pub(super) struct CgroupLimits {
     keys: KeyCounter,
     /// The processes that we've assigned to groups.
     owners: BTreeSet<OwnerKey>,
+    /// Whether there are some whose cgroups we can't see.
+    has_unplaced: bool,
     next_ns: u64,
     views: Arc<[LimitView]>,
+    swap_left: Option<Pages>,
+    cpu_pressure: Option<Permyriad>,
 }
 
 #[derive(Debug)]
@@ -49,20 +53,26 @@ struct Group {
     share: PathBuf,
     /// Whether a target is directly in this cgroup, rather than below it.
     is_own: bool,
+    /// Whether it's the topmost of its hierarchy.
+    is_top: bool,
+    /// How much more swap its processes may use, if we know of a limit.
+    swap_left: Option<Bytes>,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
     cpu_pressure: Option<Permyriad>,
 }
 
 impl Group {
-    fn new(key: LimitKey, share: PathBuf) -> Self {
+    fn new(key: LimitKey, mount: &Path, dir: &Path) -> Self {
         Self {
             key,
             owners: Vec::new(),
             reading: Reading::Unknown,
             read_ns: 0,
             tried_ns: 0,
-            share,
+            share: dir.components().take(mount.components().count() + SHARED_NAMES).collect(),
             is_own: false,
+            is_top: dir == mount,
+            swap_left: None,
             cpu_pressure: None,
         }
     }
@@ -74,7 +84,11 @@ impl Group {
             self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
             self.read_ns = now_ns;
         }
-        self.cpu_pressure = if self.is_own { cpu_pressure_of(dir) } else { None };
+        if let Ok(left) = swap_left(dir) {
+            self.swap_left = left;
+        }
+        // The root cgroup holds the kernel's threads too, so we ignore its CPU pressure.
+        self.cpu_pressure = if self.is_own && !self.is_top { cpu_pressure_of(dir) } else { None };
     }
 }
 
@@ -103,6 +117,7 @@ impl CgroupLimits {
             // for a time has regions as long as marks stay there.
             if !target.regions.is_empty() && self.owners.insert(target.owner) {
                 has_new = true;
+                self.has_unplaced |= target.limiting().is_empty();
                 for (mount, dir) in target.limiting() {
                     self.assign(mount, dir, target.owner);
                 }
@@ -117,10 +132,13 @@ impl CgroupLimits {
             return;
         }
         self.views = self.limits().into();
+        self.swap_left = self.swap_below_limits();
+        self.cpu_pressure = self.highest_pressure();
     }
 
     fn forget_owners(&mut self) {
         self.owners.clear();
+        self.has_unplaced = false;
         for group in self.groups.values_mut() {
             group.owners.clear();
             group.is_own = false;
@@ -132,14 +150,11 @@ impl CgroupLimits {
         for above in dir.ancestors().take_while(|above| above.starts_with(mount)) {
             if !self.groups.contains_key(above) {
                 let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
-                let below = mount.components().count() + SHARED_NAMES;
-                let share = above.components().take(below).collect();
-                self.groups.insert(above.to_owned(), Group::new(key, share));
+                self.groups.insert(above.to_owned(), Group::new(key, mount, above));
             }
             if let Some(group) = self.groups.get_mut(above) {
                 group.owners.push(owner);
-                // The root cgroup holds the kernel's threads too, so we ignore its CPU pressure.
-                group.is_own |= above == dir && dir != mount;
+                group.is_own |= above == dir;
             }
         }
     }
@@ -180,7 +195,38 @@ impl CgroupLimits {
     /// The highest CPU pressure among the targets' own cgroups, as last read: the share of the last 10 s in which some
     /// task waited for a CPU.
     pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
+        self.cpu_pressure
+    }
+
+    /// How much more swap targets may use by the limits of their cgroups, as last read; `None` if we know of no limit.
+    pub(super) fn swap_left(&self) -> Option<Pages> {
+        self.swap_left
+    }
+
+    fn highest_pressure(&self) -> Option<Permyriad> {
         self.groups.values().filter_map(|group| group.cpu_pressure).max()
+    }
+
+    /// The least of all hierarchies, because only one of them limits swap.
+    fn swap_below_limits(&self) -> Option<Pages> {
+        if self.has_unplaced {
+            return None;
+        }
+        let mut sums: BTreeMap<&Path, u64> = BTreeMap::new();
+        let mut least = u64::MAX;
+        // Cgroups come after those below them.
+        for (dir, group) in self.groups.iter().rev() {
+            let below = sums.remove(dir.as_path()).filter(|_| !group.is_own).unwrap_or(u64::MAX);
+            let left = group.swap_left.map_or(below, |left| left.0.min(below));
+            match dir.parent().filter(|parent| self.groups.contains_key(*parent)) {
+                Some(parent) => {
+                    let sum = sums.entry(parent).or_default();
+                    *sum = sum.saturating_add(left);
+                }
+                None => least = least.min(left),
+            }
+        }
+        (least < u64::MAX).then_some(Pages(least / PAGE_BYTES))
     }
 
     /// The limits as last read.
@@ -246,12 +292,56 @@ mod tests {
         for ((mount, dir), owner) in &members {
             limits.assign(mount, dir, *owner);
         }
-        assert_eq!(limits.cpu_pressure(), None);
+        assert_eq!(limits.highest_pressure(), None);
         limits.read(1);
-        assert_eq!(limits.cpu_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
+        assert_eq!(limits.highest_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
         limits.read(2);
-        assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
+        assert_eq!(limits.highest_pressure(), Some(Permyriad(500)));
+    }
+
+    /// Swap that only others may use is no room for what comes back.
+    #[test]
+    fn swap_counts_as_far_as_targets_may_use_it() {
+        let root = tempfile::tempdir().unwrap();
+        let mount = root.path().join("unified");
+        let file = |path: &str, text: &str| {
+            let path = mount.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let pods = [("pods/a", "0"), ("pods/b", "819200"), ("pods/c", "409600")];
+        let mut limits = CgroupLimits::default();
+        for (owner, (dir, max)) in (1..).zip(pods) {
+            file(&format!("{dir}/memory.swap.max"), max);
+            file(&format!("{dir}/memory.swap.current"), "0");
+            limits.assign(&mount, &mount.join(dir), OwnerKey(owner));
+        }
+        assert_eq!(limits.swap_below_limits(), None, "we have read nothing yet");
+        limits.read(1);
+        assert_eq!(limits.swap_below_limits(), Some(Pages(300)));
+        file("pods/memory.swap.max", "819200");
+        file("pods/memory.swap.current", "204800");
+        limits.read(2);
+        assert_eq!(limits.swap_below_limits(), Some(Pages(150)), "the limit above");
+        file("pods/c/memory.swap.max", "max");
+        file("pods/memory.swap.max", "max");
+        limits.read(3);
+        assert_eq!(limits.swap_below_limits(), None, "one may use all");
+        file("pods/c/memory.swap.max", "0");
+        limits.read(4);
+        assert_eq!(limits.swap_below_limits(), Some(Pages(200)));
+        limits.assign(&mount, &mount, OwnerKey(8));
+        assert_eq!(limits.swap_below_limits(), None, "a target beside the pods");
+        // Version 1 has another hierarchy.
+        let memory = root.path().join("memory");
+        limits.assign(&memory, &memory.join("x"), OwnerKey(9));
+        file("../memory/x/memory.memsw.limit_in_bytes", "409600");
+        file("../memory/x/memory.memsw.usage_in_bytes", "0");
+        limits.read(5);
+        assert_eq!(limits.swap_below_limits(), Some(Pages(100)));
+        limits.has_unplaced = true;
+        assert_eq!(limits.swap_below_limits(), None);
     }
 
     /// Thousands of cgroups of one user don't delay our reads of other limits.
