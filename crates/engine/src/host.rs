@@ -56,7 +56,8 @@ pub struct Snapshot {
     pub hashes_lines: bool,
     pub memory: MemoryView,
     /// The share of the last 10 s in which some task waited for a CPU (PSI `some avg10` in `cpu.pressure`): the highest
-    /// of all cgroups with a process that we judge. `None` if the kernel doesn't report it. May be some seconds old.
+    /// of all cgroups with a process that we judge and no quota in effect. `None` if the kernel doesn't report it. May be
+    /// some seconds old.
     pub cpu_pressure: Option<Permyriad>,
     /// Cgroup limits on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,

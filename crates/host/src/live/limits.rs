@@ -8,6 +8,7 @@ use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
 use pagefold_procmem::headroom::{Limit, limit_of, swap_left};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
+use pagefold_procmem::os::fields::number;
 use pagefold_procmem::os::pressure::parse_pressure;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,6 +25,9 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// (user.slice/user-1000.slice), or of one service. Only root can make cgroups that far up, so nobody else can get more
 /// parts.
 const SHARED_NAMES: usize = 2;
+/// For this long after a quota has throttled a cgroup, nanoseconds, its tasks seem to wait for a CPU: by then the average
+/// over 10 s has fallen to a twentieth.
+const THROTTLED_NS: u64 = 30_000_000_000;
 
 /// The cgroups that can limit the memory of targets.
 #[derive(Debug, Default)]
@@ -57,6 +61,10 @@ struct Group {
     is_top: bool,
     /// How much more swap its processes may use, if we know of a limit.
     swap_left: Option<Bytes>,
+    /// The file that says how long its quota has throttled it, how long that was, and when we last saw it grow.
+    cpu_stat: PathBuf,
+    throttled: u64,
+    throttled_ns: Option<u64>,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
     cpu_pressure: Option<Permyriad>,
 }
@@ -73,6 +81,9 @@ impl Group {
             is_own: false,
             is_top: dir == mount,
             swap_left: None,
+            cpu_stat: cpu_stat_of(mount, dir),
+            throttled: 0,
+            throttled_ns: None,
             cpu_pressure: None,
         }
     }
@@ -89,6 +100,12 @@ impl Group {
         }
         // The root cgroup holds the kernel's threads too, so we ignore its CPU pressure.
         self.cpu_pressure = if self.is_own && !self.is_top { cpu_pressure_of(dir) } else { None };
+        if let Some(throttled) = throttled_by(&self.cpu_stat) {
+            if throttled > self.throttled {
+                self.throttled_ns = Some(now_ns);
+            }
+            self.throttled = throttled;
+        }
     }
 }
 
@@ -204,7 +221,20 @@ impl CgroupLimits {
     }
 
     fn highest_pressure(&self) -> Option<Permyriad> {
-        self.groups.values().filter_map(|group| group.cpu_pressure).max()
+        let mut highest = None;
+        for (dir, group) in &self.groups {
+            // Tasks that a quota stops wait for a CPU by PSI's account, and would even if we used none.
+            if group.cpu_pressure > highest && !self.is_throttled(dir, group.tried_ns) {
+                highest = group.cpu_pressure;
+            }
+        }
+        highest
+    }
+
+    /// Whether a quota of a cgroup, or of one above it, has throttled the cgroup shortly before this time.
+    fn is_throttled(&self, dir: &Path, now_ns: u64) -> bool {
+        let mut above = dir.ancestors().map_while(|above| self.groups.get(above));
+        above.any(|group| group.throttled_ns.is_some_and(|at_ns| now_ns < at_ns + THROTTLED_NS))
     }
 
     /// The least of all hierarchies, because only one of them limits swap.
@@ -259,6 +289,22 @@ impl CgroupLimits {
     }
 }
 
+/// The file with the time for which a cgroup's quota has throttled it. Beside version 1, version 2 has the pressure, and
+/// version 1 has the quotas of the cgroups, which have the same names there.
+fn cpu_stat_of(mount: &Path, dir: &Path) -> PathBuf {
+    match dir.strip_prefix(mount) {
+        Ok(path) if mount.ends_with("unified") => mount.with_file_name("cpu").join(path).join("cpu.stat"),
+        _ => dir.join("cpu.stat"),
+    }
+}
+
+/// How long a cgroup's quota has throttled it, in microseconds (version 1: nanoseconds). One without a quota, or that
+/// has gone, reports nothing.
+fn throttled_by(cpu_stat: &Path) -> Option<u64> {
+    let text = fs::read(cpu_stat).ok()?;
+    number(&text, "throttled_usec").or_else(|_| number(&text, "throttled_time")).ok()
+}
+
 /// Reads `cpu.pressure` of a cgroup. A kernel without PSI, or a cgroup that has gone, reports nothing.
 fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
     fault::io("read:limits").ok()?;
@@ -298,6 +344,31 @@ mod tests {
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
         limits.read(2);
         assert_eq!(limits.highest_pressure(), Some(Permyriad(500)));
+    }
+
+    #[test]
+    fn waiting_for_a_quota_is_no_waiting_for_a_cpu() {
+        for (mount, stat, field) in [("", "a", "throttled_usec"), ("unified", "cpu/a", "throttled_time")] {
+            let root = tempfile::tempdir().unwrap();
+            let mount = root.path().join(mount);
+            let mut limits = CgroupLimits::default();
+            for (at, (dir, share)) in (1..).zip([("a/b", "58.00"), ("c", "3.00")]) {
+                let dir = mount.join(dir);
+                fs::create_dir_all(&dir).unwrap();
+                fs::write(dir.join("cpu.pressure"), format!("some avg10={share} total=1\n")).unwrap();
+                limits.assign(&mount, &dir, OwnerKey(at));
+            }
+            let stat = root.path().join(stat).join("cpu.stat");
+            fs::create_dir_all(stat.parent().unwrap()).unwrap();
+            let mut pressure_at = |second: u64, throttled: u64| {
+                fs::write(&stat, format!("usage_usec 7\nnr_throttled 1\n{field} {throttled}\n")).unwrap();
+                limits.read(second * 1_000_000_000);
+                limits.highest_pressure().map(|pressure| pressure.0)
+            };
+            let found = [(1, 0), (2, 500), (31, 500), (32, 500), (33, 600)];
+            let found = found.map(|(second, throttled)| pressure_at(second, throttled));
+            assert_eq!(found, [Some(5_800), Some(300), Some(300), Some(5_800), Some(300)], "{field}");
+        }
     }
 
     /// Swap that only others may use is no room for what comes back.
