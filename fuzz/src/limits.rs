@@ -5,8 +5,9 @@ use pagefold_ksm::cow_ksm;
 use pagefold_procmem::cgroup::parse_cgroups;
 use pagefold_procmem::headroom::{self, group_dir};
 use pagefold_procmem::ksm_stat::KsmStat;
+use pagefold_procmem::os::arc;
 use pagefold_procmem::os::fields::number;
-use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure};
+use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure, parse_zram_free};
 use std::path::{Component, Path};
 
 /// `/proc/PID/cgroup`: UTF-8 paths stay the same byte for byte, and no path leads out of the cgroup mount.
@@ -40,7 +41,7 @@ pub fn ksm_stat(text: &[u8]) {
     }
 }
 
-/// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes don't overflow.
+/// `/proc/meminfo`, `swaps`, `arcstats` and `memory.stat`: values in KiB print and parse back, and bytes don't overflow.
 pub fn meminfo(text: &[u8]) {
     if let Ok((total, available, swap)) = parse_meminfo(text) {
         let kib = [available, total, swap].map(|pages| pages.0 * 4);
@@ -52,6 +53,8 @@ pub fn meminfo(text: &[u8]) {
         assert_eq!(headroom::available(&printed), Some(available.bytes().0));
         assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "truncated");
     }
+    let _ = parse_zram_free(text);
+    let _ = arc::shrinkable(text);
     let text = String::from_utf8_lossy(text);
     let _ = headroom::available(&text);
     for name in ["inactive_file", "total_inactive_file"] {
