@@ -244,20 +244,23 @@ pub enum InjectError {
 impl InjectError {
     /// Whether the same batch may succeed later.
     pub fn is_passing(&self) -> bool {
-        matches!(
-            self,
+        match self {
+            // Other errors, such as a lack of memory or of descriptors, pass.
+            Self::System { errno, .. } => !matches!(errno.0, libc::EPERM | libc::ENOSYS | libc::E2BIG),
             Self::OtherProgram { .. }
-                | Self::Traced { .. }
-                | Self::Frozen { .. }
-                | Self::NoSafeThread { .. }
-                | Self::Busy { .. }
-                | Self::OthersStalled { .. }
-                | Self::TimedOut { .. }
-                | Self::Held { .. }
-                | Self::Fault { .. }
-                | Self::WorkerGone
-                | Self::WorkerSilent
-        )
+            | Self::Traced { .. }
+            | Self::Frozen { .. }
+            | Self::NoSafeThread { .. }
+            | Self::Busy { .. }
+            | Self::OthersStalled { .. }
+            | Self::TimedOut { .. }
+            | Self::Held { .. }
+            | Self::Fault { .. }
+            | Self::WorkerGone
+            | Self::WorkerSilent
+            | Self::Protocol { .. } => true,
+            _ => false,
+        }
     }
 
     /// Whether calls without a result may have been made, or may still be made.
@@ -407,4 +410,22 @@ const fn signed(word: u64) -> i64 {
 /// The inverse of [`signed`].
 const fn unsigned(number: i64) -> u64 {
     u64::from_ne_bytes(number.to_ne_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_resources_passes_and_a_refusal_does_not() {
+        let system = |errno| InjectError::System { pid: 1, what: "reading maps".into(), errno: Errno(errno) };
+        for errno in [libc::ENOMEM, libc::EMFILE, libc::EIO] {
+            assert!(system(errno).is_passing(), "{errno}");
+        }
+        assert!(InjectError::Protocol { what: "its end".into() }.is_passing());
+        for errno in [libc::EPERM, libc::ENOSYS, libc::E2BIG] {
+            assert!(!system(errno).is_passing(), "{errno}");
+        }
+        assert!(!InjectError::Denied { pid: 1 }.is_passing());
+    }
 }
