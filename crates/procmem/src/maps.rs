@@ -417,12 +417,22 @@ pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
 }
 
 /// The kernel doesn't say which pages are pinned. But they're all present: if more pages are pinned than all other
-/// mappings have present, the excess is in this one.
+/// mappings have present, the excess is in this one. The same holds for all large private mappings together, such as the
+/// memory modules of a guest: if nearly all of them is pinned, we take all of it for pinned.
 fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
+    let is_large = |detail: &VmaDetail| {
+        !detail.vma.perms.shared && detail.vma.inode == 0 && detail.vma.end - detail.vma.start >= GUEST_RAM_AT_LEAST
+    };
     let resident_kib: u64 = details.iter().map(|detail| detail.rss_kib).sum();
+    let large_kib: u64 = details.iter().filter(|detail| is_large(detail)).map(|detail| detail.rss_kib).sum();
+    let is_pinned = |rss_kib: u64| pinned_kib.saturating_sub(resident_kib - rss_kib) * 8 > rss_kib * 7;
+    let are_large_pinned = is_pinned(large_kib);
     for detail in details {
         let others_kib = resident_kib - detail.rss_kib;
         detail.pinned_kib = pinned_kib.saturating_sub(others_kib).min(detail.rss_kib);
+        if are_large_pinned && is_large(detail) {
+            detail.pinned_kib = detail.rss_kib;
+        }
     }
 }
 

@@ -175,6 +175,21 @@ fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
     assert_eq!(pinned_kib(&details, &status(8, 40)), 12, "36 KiB are locked by mlock");
 }
 
+/// A guest has 1 GiB and two modules of 512 MiB each; its emulator has 200 MiB of its own, in small mappings.
+#[test]
+fn the_modules_of_a_pinned_guest_are_pinned() {
+    let text = b"40000000-80000000 rw-p 0 00:00 0\nRss: 1048576 kB\n\
+        90000000-b0000000 rw-p 0 00:00 0\nRss: 524288 kB\nc0000000-e0000000 rw-p 0 00:00 0\nRss: 524288 kB\n\
+        f0000000-f2000000 rw-p 0 00:00 0\nRss: 32768 kB\n100000000-110000000 rw-s 0 00:01 7\nRss: 172032 kB\n";
+    let pinned = |mib: u64| {
+        let mut details = parse_smaps(text).unwrap();
+        set_pinned(&mut details, mib << 10);
+        details.iter().map(VmaDetail::is_pinned).collect::<Vec<_>>()
+    };
+    assert_eq!(pinned(2_048), [true, true, true, false, false]);
+    assert_eq!(pinned(1_900), [false; 5], "the emulator's own may be pinned, and then not all of the guest's is");
+}
+
 const STATUS: &[u8] = b"Tgid:\t1\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n";
 
 proptest! {
