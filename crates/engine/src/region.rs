@@ -28,6 +28,9 @@ use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+/// A block where we've visited this many pages and found none present has next to none.
+const EMPTY_FROM: u64 = 64;
+
 /// Who reads the pages that a region shares with other processes through fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fork {
@@ -264,6 +267,7 @@ impl Region {
         }
         self.survey.end_examination();
         self.marks.samples = MarkedSamples::default();
+        self.marks.lost_copies = false;
         self.usage.activity_known = true;
         self.usage.readings_due = self.usage.readings_due.saturating_sub(1);
     }
@@ -379,7 +383,8 @@ impl Region {
         }
         let is_sparse = self.view.resident.0 < self.view.pages.0 / 4;
         if !is_sparse || !self.life.is_judged() {
-            return vec![(self.view.first, self.view.pages)];
+            let is_empty = is_sparse && self.survey.visited() >= EMPTY_FROM && !self.survey.has_present;
+            return if is_empty { Vec::new() } else { vec![(self.view.first, self.view.pages)] };
         }
         let mut numbers: BTreeSet<u64> = self.usage.own.extents().collect();
         for (&number, extent) in &self.extents {

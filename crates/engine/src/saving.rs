@@ -17,8 +17,8 @@
 //! For a process's merged zeros we take ksmd's count, or the number of pages that held zeros when we read them and map
 //! the zero page now, whichever is more.
 //!
-//! Up to [`PAGES_MOST`] pages, we look up every page that may be merged. With more, we look at runs of pages at regular
-//! distances, at the same addresses in every process, so that we compare relatives.
+//! Up to [`PAGES_MOST`] present pages, we look up every page that may be merged. With more, we look at runs of pages at
+//! regular distances, at the same addresses in every process, so that we compare relatives.
 
 use crate::host::{Counted, MergedSample, PageRun, PageState};
 use crate::keys::{LineageKey, OwnerKey};
@@ -28,8 +28,10 @@ use crate::units::{Pages, Vpn, count, whole};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 
-/// We look up at most this many pages in one count.
+/// We look up at most this many present pages in one count.
 pub const PAGES_MOST: u64 = 1 << 14;
+/// Looking at addresses without pages costs little. We look at this many addresses at most.
+const ADDRESSES_MOST: u64 = 16 * PAGES_MOST;
 /// The length of the runs that we look up if there are more pages.
 const RUN_PAGES: u64 = 16;
 /// We assume that looking up a page costs this much, nanoseconds, and this much more if the page is merged.
@@ -145,8 +147,14 @@ impl SavingCounter {
         self.tried_ns = Some(now_ns);
         self.has_settled = false;
         self.has_changed = false;
-        let mergeable: u64 = table.iter().flat_map(Region::mergeable_runs).map(|(_, pages)| pages.0).sum();
-        self.one_in = mergeable.div_ceil(PAGES_MOST).max(1);
+        let mut present = 0;
+        let mut addresses = 0;
+        for region in table.iter() {
+            let pages: u64 = region.mergeable_runs().iter().map(|(_, pages)| pages.0).sum();
+            present += pages.min(region.resident().0);
+            addresses += pages;
+        }
+        self.one_in = present.div_ceil(PAGES_MOST).max(addresses.div_ceil(ADDRESSES_MOST)).max(1);
         self.counts += 1;
         let mut runs = Vec::new();
         let mut asked = 0;
@@ -509,6 +517,31 @@ mod tests {
         assert!((saved / truth - 1.0).abs() < 0.02, "{saved} of {truth}");
         assert!(counter.plan(&table, 2, false, false).is_empty(), "not twice at once");
         assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, false, false).is_empty());
+    }
+
+    /// A terabyte is marked, of which 16 GiB are present: all in the first 16 GiB.
+    #[test]
+    fn a_marked_giant_without_much_memory_leaves_others_their_samples() {
+        let guest = test_view(1, 1 << 30, 1 << 18);
+        let giant = RegionView { resident: Pages(1 << 22), ..test_view(2, 0, 1 << 28) };
+        let mut table = RegionTable::default();
+        let views = [guest, giant].map(|view| RegionView { marked: view.pages, ..view });
+        table.update(&views, 5, |view| Region::new(view, 0, false, 5));
+        let mut counter = SavingCounter::default();
+        counter.plan(&table, 1, false, false);
+        assert!(counter.one_in <= 1_200, "{} before we've sampled the giant", counter.one_in);
+        for region in table.iter_mut() {
+            for _ in 0..32 {
+                region.next_run();
+            }
+            region.survey.has_present = region.view.key == guest.key || region.view.first < Vpn(1 << 22);
+        }
+        counter.count_now();
+        let runs = counter.plan(&table, 2, false, false);
+        assert!(counter.one_in <= 300, "{}", counter.one_in);
+        assert!(runs.iter().all(|run| run.region == guest.key || run.first < Vpn(1 << 22)));
+        let asked: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
+        assert!((10_000..=ADDRESSES_MOST).contains(&asked), "{asked}");
     }
 
     #[test]

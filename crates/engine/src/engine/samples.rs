@@ -43,6 +43,7 @@ impl Engine {
         let Some(region) = self.table.get_mut(slot) else { return };
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
+        region.survey.has_present |= sample.state != PageState::Absent;
         if sample.state == PageState::Shared {
             // We can't tell whether the process wrote the page before it forked.
             region.usage.cow_breaks.forget_page(sample.page);

@@ -33,6 +33,8 @@ pub struct Survey {
     forked: u64,
     /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
+    /// Whether any visited page was present.
+    pub has_present: bool,
     planned: Planned,
     /// In how many cycles in a row the host hasn't got to the region.
     unread: u8,
@@ -70,6 +72,7 @@ impl Survey {
             next: 0,
             forked: 0,
             visited: 0,
+            has_present: false,
             planned: Planned::default(),
             unread: 0,
             probes: Vec::new(),
@@ -129,6 +132,8 @@ impl Survey {
     pub fn adopt(&mut self, tally: Tally, visited: u64) {
         self.tally = tally;
         self.visited = visited;
+        // Its merged pages aren't in the tally.
+        self.has_present = visited > 0;
     }
 
     /// Pages we visited since we last examined the region, resident or not.
