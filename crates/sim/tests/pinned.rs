@@ -6,6 +6,7 @@ use common::{MIB, Machine, config, host};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
+use pagefold_engine::host::Host;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost};
@@ -71,6 +72,22 @@ fn run_until_marked(sim: &mut Machine) {
         sim.cycle();
     }
     assert_eq!(state(sim, 0), (EACH, false));
+}
+
+/// The other process ends before, while or after ksmd merges the pages of both.
+#[test]
+fn memory_whose_copy_has_ended_is_not_taken_for_pinned() {
+    for cycles in 0..12 {
+        let mut sim = machine(&[false; 2]);
+        run_until_marked(&mut sim);
+        for _ in 0..cycles {
+            let wait_ns = sim.cycle();
+            let Ok(()) = sim.wait(wait_ns);
+        }
+        sim.exit(OwnerKey(1));
+        sim.run(60);
+        assert!(!state(&sim, 0).1, "ended {cycles} cycles later");
+    }
 }
 
 /// Takes these pages of both processes out of memory.

@@ -6,7 +6,7 @@ use common::{Log, MIB, Machine, config, host};
 use pagefold_engine::config::{Config, Only};
 use pagefold_engine::engine::Engine;
 use pagefold_engine::host::Host;
-use pagefold_engine::keys::LastingKey;
+use pagefold_engine::keys::{LastingKey, OwnerKey};
 use pagefold_engine::learned::Learned;
 use pagefold_engine::region::LeaveAlone;
 use pagefold_engine::units::{Pages, Permyriad};
@@ -67,6 +67,20 @@ fn a_newcomer_is_merged_with_what_an_earlier_run_has_merged() {
     sim.run(30);
     let (saved, savable) = (sim.saved().0, sim.truth().savable);
     assert!(saved > before && savable * 10 < saved, "{before}, then {saved}, and {savable} left");
+}
+
+#[test]
+fn memory_whose_copies_end_between_two_runs_is_not_taken_for_pinned() {
+    let mut sim = Machine::new(host());
+    for _ in 0..2 {
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(32 * MIB), Fill::Series(1))));
+    }
+    sim.run(60);
+    let learned = sim.engine.learned();
+    sim.exit(OwnerKey(1));
+    restart(&mut sim, learned);
+    sim.run(60);
+    assert!(sim.engine.regions().all(|region| region.hold.reason() != Some(LeaveAlone::Unmerged)));
 }
 
 #[test]

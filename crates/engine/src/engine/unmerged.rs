@@ -5,7 +5,7 @@
 //! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
 //! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. So we expect nothing of
-//! pages that ksmd hasn't visited twice since they came.
+//! pages that ksmd hasn't visited twice since they came, and judge no region whose copies have ended.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
 //! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
@@ -96,7 +96,8 @@ impl Engine {
     }
 }
 
-/// Whether a count that looks up one page in `one_in` includes enough of a region's duplicates to judge it.
+/// Whether we can judge a region: a count that looks up one page in `one_in` includes enough of its duplicates, and their
+/// copies are still there.
 fn is_judged(region: &Region, one_in: u64) -> bool {
-    region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
+    !region.marks.lost_copies && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
 }

@@ -17,6 +17,9 @@ pub struct Marks {
     pub scanned_whole: bool,
     /// Whether a count has found pages of the spans merged.
     pub merges: bool,
+    /// Whether another region of its family has ended since we last read the region whole. Probably it held copies of
+    /// the duplicates.
+    pub lost_copies: bool,
     /// How many pages were resident when ksmd last began to visit all of them twice, less those that have left memory
     /// since: they're new to ksmd if they come back. Pages merge at the second visit.
     pub visited: Pages,
