@@ -387,13 +387,18 @@ impl LiveHost {
         }
     }
 
-    /// Groups runs by region, leaving out processes whose reads don't return.
-    fn region_reads(&self, runs: &[PageRun], plan: &SamplePlan) -> Vec<RegionRead> {
+    /// Groups runs by region, leaving out processes that we may not read.
+    fn region_reads(
+        &self,
+        runs: &[PageRun],
+        plan: &SamplePlan,
+        may_be_read: impl Fn(&Target) -> bool,
+    ) -> Vec<RegionRead> {
         let mut reads = Vec::new();
         for same_region in runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
             let target = match self.target_of(region) {
-                Some(target) if target.may_be_read() => target,
+                Some(target) if may_be_read(target) => target,
                 _ => continue,
             };
             let mut how = ReadHow { contents: Contents::Merged, ..ReadHow::default() };
@@ -419,7 +424,7 @@ impl LiveHost {
             return processes;
         }
         for target in self.targets.values() {
-            if target.exclusion.is_none() && target.may_be_read() {
+            if target.may_be_counted() {
                 let process = target.info.process.clone();
                 processes.push(CountedProcess { owner: target.owner, lineage: target.lineage(), process });
             }
@@ -442,8 +447,8 @@ impl LiveHost {
     /// The job that reads the pages of a plan.
     fn sampling_job(&self, plan: &SamplePlan) -> SamplingJob {
         SamplingJob {
-            reads: self.region_reads(&plan.runs, plan),
-            looks: self.region_reads(&plan.inspect, plan),
+            reads: self.region_reads(&plan.runs, plan, Target::may_be_read),
+            looks: self.region_reads(&plan.inspect, plan, Target::may_be_counted),
             charged_to: plan.charged_to.and_then(|key| Some(self.limits.name(key)?.to_owned())),
             count: plan.count.then(|| self.may_have_zeros()),
             hash_mode: self.hash_mode(plan),

@@ -139,6 +139,17 @@ impl Target {
         !self.has_timed_out() && !self.is_excluded() && self.exclusion.is_none() && !self.runs_another_program()
     }
 
+    /// Whether we may look up which of its pages are merged. That reads no contents, so we also do it while we leave the
+    /// process alone but keep its marks, unless reads of it fail.
+    pub(crate) fn may_be_counted(&self) -> bool {
+        let is_kept = match &self.exclusion {
+            None => !self.is_excluded(),
+            Some(Exclusion::Stuck | Exclusion::NotReadable) => false,
+            Some(why) => self.marks.are_set && !why.withdraws_marks(),
+        };
+        is_kept && !self.has_timed_out() && !self.runs_another_program()
+    }
+
     /// Records that a read of its memory hasn't returned in time.
     pub(crate) fn set_timed_out(&mut self, mut pending: Pending) {
         debug!(target: "read", pid = self.pid(), "a read does not return; its thread is left behind");

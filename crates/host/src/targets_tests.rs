@@ -1,5 +1,5 @@
 use super::marks::PASSES;
-use super::survey::FLAGS_NS;
+use super::survey::{FLAGS_NS, LONG_NS};
 use super::*;
 use crate::churn::LEFT_ALONE_NS;
 use crate::judge::ScopeRules;
@@ -275,6 +275,29 @@ fn surveys_are_limited_to_their_share_of_the_time() {
     assert!(watched.at(FIRST + STEP).is_some());
 }
 
+/// A survey of a large process keeps its threads from mapping memory.
+#[test]
+fn a_large_process_is_surveyed_rarely_except_for_locks_and_much_new_memory() {
+    let mut watched = Watched::new();
+    for _ in 0..2 {
+        watched.child.request(b'm');
+        assert!(watched.refresh_after(10 * SECOND));
+    }
+    let is_surveyed_after = |watched: &mut Watched, seconds: u64| {
+        let before = watched.target.surveyed_ns();
+        watched.target.surveys.last.as_mut().unwrap().cost_ns = LONG_NS;
+        watched.now_ns += seconds * SECOND;
+        watched.refresh().unwrap();
+        watched.target.surveyed_ns() != before
+    };
+    watched.child.request(b'u');
+    assert!(!is_surveyed_after(&mut watched, 3) && is_surveyed_after(&mut watched, 20));
+    watched.child.request(b'm');
+    assert!(is_surveyed_after(&mut watched, 3) && watched.at(FIRST + STEP).is_some());
+    watched.child.request(b'k');
+    assert!(is_surveyed_after(&mut watched, 2) && watched.at(FIRST + STEP).is_none());
+}
+
 #[test]
 fn a_mapping_that_was_removed_and_created_again_between_surveys_is_a_new_region() {
     let mut watched = Watched::new();
@@ -334,15 +357,16 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
     let before = watched.at(FIRST).unwrap();
-    for why in [
-        Exclusion::Traced { by: 1 },
-        Exclusion::Restless,
-        Exclusion::Stuck,
-        Exclusion::NotReadable,
-        Exclusion::DumpableUnknown,
+    for (why, is_counted) in [
+        (Exclusion::Traced { by: 1 }, true),
+        (Exclusion::Restless, true),
+        (Exclusion::Stuck, false),
+        (Exclusion::NotReadable, false),
+        (Exclusion::DumpableUnknown, true),
     ] {
         watched.target.set_marked();
         assert!(watched.target.leave_alone(why.clone()), "{why}");
+        assert_eq!(watched.target.may_be_counted(), is_counted, "{why}");
         assert!(!watched.target.leave_alone(why), "it is not new");
         assert_eq!(watched.at(FIRST), Some(before));
         assert!(!watched.target.may_be_read());
@@ -353,10 +377,12 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
     }
     // The regions go if the marks must go, or if there are no marks.
     assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
+    assert!(!watched.target.may_be_counted());
     let mut watched = Watched::new();
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
     assert!(watched.target.leave_alone(Exclusion::Restless) && watched.target.regions.is_empty());
+    assert!(!watched.target.may_be_counted());
 }
 
 #[test]

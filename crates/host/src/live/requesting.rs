@@ -376,7 +376,7 @@ impl LiveHost {
         match read {
             Ok((details, cost_ns)) => {
                 if details.iter().any(|detail| withdrawal(detail).is_some()) {
-                    target.set_changed();
+                    target.note_secrets();
                 }
                 let list = Arc::new(List::of(&details, program, now_ns, cost_ns));
                 self.requesting.lists.insert(pid, list.clone());

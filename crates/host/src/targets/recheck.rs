@@ -277,11 +277,10 @@ impl Target {
             if program.space.is_none() {
                 program.space.clone_from(&last.space);
             }
-            let former = &self.info.status;
-            if (former.locked_kib, former.pinned_kib) != (info.status.locked_kib, info.status.pinned_kib) {
+            if self.info.status.pinned_kib != info.status.pinned_kib {
                 self.set_changed();
-                self.surveys.are_locks_new = true;
             }
+            self.surveys.are_locks_new |= self.info.status.locked_kib != info.status.locked_kib;
         }
         false
     }

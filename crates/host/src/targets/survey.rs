@@ -1,9 +1,10 @@
 //! Surveys of a target's mappings: when a survey is due, and what its result changes.
 //!
-//! Only smaps shows the flags of mappings and their anonymous pages, and it walks the page tables: some 10 ns per
-//! present page. So we read it only when something cheaper shows a change: statm (1 us through the open file), whose
-//! sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some 20 us),
-//! which shows the rest. Each of the three gets its share of a core, for all processes together.
+//! Only smaps shows the flags of mappings and their anonymous pages, and it walks the page tables: some 10 to 60 ns per
+//! present page, and meanwhile the kernel holds the mmap lock, for a whole mapping at a time. So we read it only when
+//! something cheaper shows a change: statm (1 us through the open file), whose sizes change with nearly every mapping
+//! that is created, removed or grows, and from time to time maps (some 20 us), which shows the rest. Each of the three
+//! gets its share of a core, for all processes together. Large processes ([`LONG_NS`]) are surveyed more rarely.
 //!
 //! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run to do that,
 //! and its CPU time tells us: some time after a process has run, we survey it again, whatever statm and maps show.
@@ -30,6 +31,11 @@ use std::path::Path;
 const RSS_CHANGE_PAGES: u64 = 256;
 /// Surveys after changes may take 1/`CHANGE_SHARE` of the time, for all processes together.
 const CHANGE_SHARE: u64 = 100;
+/// Surveys for newly locked memory, which may be a secret, may take 1/`LOCK_SHARE` of the time.
+const LOCK_SHARE: u64 = 10;
+/// A survey that takes this long keeps threads of the process from mapping memory for as long, nanoseconds. Then small
+/// changes wait for the smaller share of surveys for changed flags.
+pub(super) const LONG_NS: u64 = 20_000_000;
 /// The share of surveys if only the number of resident pages has changed a little, or we leave the process alone.
 const DRIFT_SHARE: u64 = 3_333;
 /// The share of checks of the list of mappings.
@@ -58,7 +64,7 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
-    /// Whether the process has locked or unlocked memory since the last survey.
+    /// Whether the process has locked or unlocked memory since the last survey, or made marked memory secret.
     pub(super) are_locks_new: bool,
     /// At some time since the last survey, the address space was smaller by this many pages.
     dipped: u64,
@@ -127,8 +133,13 @@ impl LastSurvey {
         let before = self.start.sizes;
         let drift = sizes.resident.abs_diff(before.resident);
         let all_cost_ns = self.cost_ns * processes;
+        if target.surveys.are_locks_new {
+            return now_ns >= self.start.at_ns + all_cost_ns * LOCK_SHARE;
+        }
         if self.has_changed || drift > RSS_CHANGE_PAGES.max(before.resident / 8) {
-            return now_ns >= self.start.at_ns + all_cost_ns * CHANGE_SHARE;
+            let has_grown = sizes.data.saturating_sub(before.data) > before.resident / 8;
+            let share = if self.cost_ns < LONG_NS || has_grown { CHANGE_SHARE } else { FLAGS_SHARE };
+            return now_ns >= self.start.at_ns + all_cost_ns * share;
         }
         if target.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(before.resident / 64) {
             return now_ns >= self.start.at_ns + all_cost_ns * DRIFT_SHARE;
@@ -338,6 +349,11 @@ impl Target {
         if let Some(last) = &mut self.surveys.last {
             last.has_changed = true;
         }
+    }
+
+    /// Makes the next survey due soon, because memory has become secret.
+    pub(crate) fn note_secrets(&mut self) {
+        self.surveys.are_locks_new = true;
     }
 
     /// The mappings that the last survey found. You can take them once.
