@@ -104,6 +104,14 @@ impl Target {
         self.info.pid()
     }
 
+    /// A fork runs the same file. So what we've found out about the file, such as the links that have led to it, holds
+    /// for the fork.
+    pub(crate) fn share_exe(&self, child: &mut ProcessInfo) {
+        if child.stat.only_forked && child.exe == self.info.exe {
+            child.exe.clone_from(&self.info.exe);
+        }
+    }
+
     /// Whether a span covers its whole region as of the last survey.
     pub(crate) fn is_whole(&self, span: &Span) -> bool {
         let region = self.regions.iter().find(|tracked| tracked.key == span.region);

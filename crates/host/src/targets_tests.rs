@@ -5,7 +5,7 @@ use crate::churn::LEFT_ALONE_NS;
 use crate::judge::ScopeRules;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::DEFAULT;
-use crate::scope::exe::Distrust;
+use crate::scope::exe::{Distrust, Matching};
 use crate::scope::{ScopeSpec, Selector};
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
@@ -423,7 +423,13 @@ fn a_program_stays_in_scope_when_the_link_that_it_was_selected_by_is_switched() 
         fs::copy("/bin/sleep", directory.path().join(release).join("server")).unwrap();
     }
     symlink("1", &current).unwrap();
-    let mut server = Command::new(current.join("server")).arg("600").spawn().unwrap();
+    let mut server = loop {
+        match Command::new(current.join("server")).arg("600").spawn() {
+            // A child that another test has forked still holds the copy open.
+            Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
+            server => break server.unwrap(),
+        }
+    };
     let mut now_ns = 0;
     let selector = Selector::Exe(current.join("server").to_str().unwrap().to_owned());
     let mut rules = ScopeRules::new(ScopeSpec(vec![selector]), Roots::default(), DenyList::new([]));
@@ -449,6 +455,28 @@ fn a_program_stays_in_scope_when_the_link_that_it_was_selected_by_is_switched() 
     assert_eq!(check(&mut target, &mut rules), Some(Exclusion::OutOfScope), "its selector has gone");
     server.kill().unwrap();
     server.wait().unwrap();
+}
+
+#[test]
+fn a_fork_is_known_by_the_links_that_have_led_to_its_parent() {
+    let directory = tempfile::tempdir().unwrap();
+    let link = directory.path().join("link");
+    symlink(std::env::current_exe().unwrap(), &link).unwrap();
+    let child = Child::fork();
+    let info_of = |pid: i32| ProcessInfo::of(&Arc::new(Process::open(pid).unwrap())).unwrap();
+    let matches = |info: &ProcessInfo| info.exe.as_ref().unwrap().matches(link.to_str().unwrap(), b"");
+    let parent = Target::new(info_of(i32::try_from(std::process::id()).unwrap()), OwnerKey(1), DomainKey(0));
+    let known = matches(&parent.info);
+    assert_ne!(known, Matching::No);
+    fs::remove_file(&link).unwrap();
+    let mut fork = info_of(child.pid);
+    assert_eq!(matches(&fork), Matching::No);
+    let mut executed = fork.clone();
+    executed.stat.only_forked = false;
+    for info in [&mut fork, &mut executed] {
+        parent.share_exe(info);
+    }
+    assert_eq!((matches(&fork), matches(&executed)), (known, Matching::No));
 }
 
 /// We wait only for programs that an earlier run has marked: a program that marks its own memory has chosen to.

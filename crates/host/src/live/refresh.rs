@@ -196,7 +196,10 @@ impl LiveHost {
         for target in self.targets.values() {
             strangers += usize::from(target.is_stranger());
         }
-        for info in found {
+        for mut info in found {
+            if let Some(parent) = self.targets.get(&info.stat.parent) {
+                parent.share_exe(&mut info);
+            }
             if info.distrust.is_some() {
                 if strangers >= STRANGERS_MOST {
                     continue;
