@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -212,9 +213,12 @@ impl Spent {
 }
 
 /// A group of processes to which a limit applies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Share {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Share {
     User(u32),
+    /// A user namespace that root has made, by its inode: a container, say. It has many user IDs.
+    Namespace(u64),
+    /// A hash of the beginnings of cgroups' paths.
     Cgroup(u64),
 }
 
@@ -222,18 +226,16 @@ enum Share {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
-    /// root made it, the process's own user.
-    user: u32,
-    /// A hash of its cgroups, which is the same for all processes that hide them by paths of over 4 KiB. `None` in the
-    /// root cgroup, where every user's processes may be.
-    cgroup: Option<u64>,
+    /// root made it, the namespace. `None`: root's own processes are many, so only their cgroups count.
+    pub user: Option<Share>,
+    /// The same for all processes that hide their cgroups by paths of over 4 KiB. `None` in the root cgroup, where every
+    /// user's processes may be.
+    pub cgroup: Option<Share>,
 }
 
 impl Origin {
-    /// Root's processes are many, so only their cgroups count.
-    fn shares(self) -> [Option<Share>; 2] {
-        let user = if self.user == 0 { None } else { Some(Share::User(self.user)) };
-        [user, self.cgroup.map(Share::Cgroup)]
+    pub fn shares(self) -> [Option<Share>; 2] {
+        [self.user, self.cgroup]
     }
 
     /// Whether two processes belong to one user, or are in one cgroup.
@@ -244,33 +246,60 @@ impl Origin {
 
     pub fn of(process: &Process) -> Self {
         let cgroups = process.read_file("cgroup").unwrap_or_else(|_| b"unreadable".to_vec());
-        let is_root = cgroups.split(|&byte| byte == b'\n').all(|line| line.is_empty() || line.ends_with(b":/"));
-        let mut cgroup = DefaultHasher::new();
-        cgroups.hash(&mut cgroup);
-        let user = match namespace_owner(process) {
-            Some(user) if user != 0 => user,
-            _ => effective_user(process).unwrap_or(u32::MAX),
+        let user = match user_namespace(process) {
+            Some((Some(user), _)) if user != 0 => Some(Share::User(user)),
+            Some((_, inode)) => Some(Share::Namespace(inode)),
+            None => match effective_user(process) {
+                Ok(0) => None,
+                user => Some(Share::User(user.unwrap_or(u32::MAX))),
+            },
         };
-        Self { user, cgroup: (!is_root).then(|| cgroup.finish()) }
+        Self { user, cgroup: cgroup_share(&cgroups) }
     }
 }
 
-/// The owner of the user namespace directly below our own that contains a process.
-fn namespace_owner(process: &Process) -> Option<u32> {
+/// The share of the cgroups in the text of `/proc/PID/cgroup`. Whoever has a delegated cgroup can make others below it,
+/// so only the beginning of a path counts.
+fn cgroup_share(text: &[u8]) -> Option<Share> {
+    let mut hash = DefaultHasher::new();
+    let mut is_root = true;
+    for line in text.split(|&byte| byte == b'\n') {
+        is_root &= line.is_empty() || line.ends_with(b":/");
+        for part in line.split(|&byte| byte == b'/').take(1 + roots_levels(line)) {
+            part.hash(&mut hash);
+        }
+    }
+    if is_root { None } else { Some(Share::Cgroup(hash.finish())) }
+}
+
+/// How many levels of a cgroup's path are usually made by root: slices and the unit or container in them, a container
+/// below its manager's name, or a container of a pod.
+fn roots_levels(line: &[u8]) -> usize {
+    let mut names = line.split(|&byte| byte == b'/').skip(1);
+    if names.clone().next() == Some(b"kubepods") {
+        return 4;
+    }
+    let slices = names.position(|name| !name.ends_with(b".slice")).unwrap_or(0);
+    2.max(slices + 1)
+}
+
+/// The user namespace directly below our own that contains a process: its owner, if known, and its inode.
+fn user_namespace(process: &Process) -> Option<(Option<u32>, u64)> {
     const NS_GET_PARENT: libc::Ioctl = 0xb702;
     const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
     let mut namespace = process.open_file("ns/user").ok()?;
-    let mut owner = None;
+    let mut found = None;
     loop {
         // SAFETY: takes no argument, and returns a descriptor. Fails for our own namespace.
         let parent = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT) };
         if parent < 0 {
-            return owner;
+            return found;
         }
         let mut user = 0_u32;
         // SAFETY: the call writes one number.
         let failed = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut user) };
-        owner = if failed == 0 { Some(user) } else { None };
+        let owner = if failed == 0 { Some(user) } else { None };
+        found = Some((owner, namespace.metadata().ok()?.ino()));
         // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
         namespace = unsafe { File::from_raw_fd(parent) };
     }
@@ -288,7 +317,8 @@ mod tests {
     }
 
     fn from(user: u32, cgroup: u64) -> Origin {
-        Origin { user, cgroup: Some(cgroup) }
+        let user = if user == 0 { None } else { Some(Share::User(user)) };
+        Origin { user, cgroup: Some(Share::Cgroup(cgroup)) }
     }
 
     #[test]
@@ -400,30 +430,59 @@ mod tests {
         }
     }
 
-    /// A process in a user namespace counts for the user who made it, whatever its own user is.
+    /// A service, user or container doesn't get more shares by making cgroups below its own.
+    #[test]
+    fn only_the_beginning_of_a_cgroup_counts() {
+        let of = |path: &str| cgroup_share(format!("4:memory:/\n0::{path}\n").as_bytes());
+        let in_pod = |rest: &str| of(&format!("/kubepods.slice/kubepods-burstable.slice/kubepods-a-pod1.slice/{rest}"));
+        for (one, other) in [
+            ("/system.slice/lxc.service", "/system.slice/lxc.service/a/b"),
+            ("/user.slice/user-7.slice/user@7.service/a", "/user.slice/user-7.slice/user@7.service/b"),
+            ("/docker/1/a", "/docker/1/b"),
+            ("/kubepods/burstable/pod1/2/a", "/kubepods/burstable/pod1/2/b"),
+        ] {
+            assert_eq!(of(one), of(other), "{one}");
+        }
+        assert_eq!(in_pod("cri-2.scope/a.slice"), in_pod("cri-2.scope/b.slice"));
+        let others =
+            ["/a.slice/b.service", "/a.slice/c.service", "/docker/1", "/docker/2", "/kubepods/burstable/pod1/2"];
+        let mut shares = others.map(of).to_vec();
+        shares.extend([in_pod("cri-2.scope"), in_pod("cri-3.scope"), of("/kubepods/burstable/pod2/2")]);
+        shares.sort_unstable();
+        shares.dedup();
+        assert_eq!(shares.len(), 8);
+        assert_eq!(of("/"), None);
+    }
+
+    /// A process in a user namespace counts for the user who made it, whatever its own user is; or for the namespace,
+    /// if root has made it.
     #[test]
     #[cfg_attr(not(feature = "live"), ignore = "needs root")]
     fn users_of_namespaces_count_for_their_owner() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
-        assert_eq!(namespace_owner(&own), None);
-        assert_eq!(Origin::of(&own), Origin { user: effective_user(&own).unwrap(), ..Origin::of(&own) });
+        assert_eq!(user_namespace(&own), None);
+        let user = effective_user(&own).unwrap();
+        assert_eq!(Origin::of(&own).user, (user != 0).then_some(Share::User(user)));
         if !pagefold_testkit::is_root() {
             return pagefold_testkit::skip_unsupported("needs root");
         }
-        let mut inside = Command::new("setpriv")
-            .args(["--reuid=4321", "--clear-groups", "unshare", "-Ur", "unshare", "-Ur", "sh", "-c", "echo; read line"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let began = inside.stdout.as_mut().unwrap().read(&mut [0]).unwrap();
-        let process = Process::open(i32::try_from(inside.id()).unwrap()).unwrap();
-        let owner = namespace_owner(&process);
-        drop(inside.stdin.take());
-        inside.wait().unwrap();
-        if began == 0 {
-            return pagefold_testkit::skip_unsupported("users may not make namespaces");
+        let mut users = Vec::new();
+        for maker in ["--reuid=4321", "--reuid=0"] {
+            let mut inside = Command::new("setpriv")
+                .args([maker, "--clear-groups", "unshare", "-Ur", "unshare", "-Ur", "sh", "-c", "echo; read line"])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let began = inside.stdout.as_mut().unwrap().read(&mut [0]).unwrap();
+            let process = Process::open(i32::try_from(inside.id()).unwrap()).unwrap();
+            users.push(Origin::of(&process).user);
+            drop(inside.stdin.take());
+            inside.wait().unwrap();
+            if began == 0 {
+                return pagefold_testkit::skip_unsupported("users may not make namespaces");
+            }
         }
-        assert_eq!(owner, Some(4321));
+        assert!(matches!(users[..], [Some(Share::User(4321)), Some(Share::Namespace(_))]), "{users:?}");
     }
 }
