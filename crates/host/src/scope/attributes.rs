@@ -23,22 +23,26 @@ struct Labels {
     avoid: bool,
     include: bool,
     domain: Option<String>,
+    /// Whether we couldn't read the attributes.
+    is_unreadable: bool,
 }
 
 impl Labels {
+    fn of(directory: &Path) -> Self {
+        Self::read(directory).unwrap_or(Self { is_unreadable: true, ..Self::default() })
+    }
+
     /// Reads the attributes. `include` and `domain` grant something, so they count only where root alone can set them:
     /// otherwise the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody
     /// else's domain.
-    fn of(directory: &Path) -> Self {
-        let avoid = is_set(directory, "user.pagefold.avoid");
-        let include = is_set(directory, "user.pagefold.include");
-        let domain = xattr(directory, "user.pagefold.domain");
+    fn read(directory: &Path) -> Result<Self, Errno> {
+        let avoid = is_set(directory, "user.pagefold.avoid")?;
+        let include = is_set(directory, "user.pagefold.include")?;
+        let domain = xattr(directory, "user.pagefold.domain")?;
         let grants = (include || domain.is_some())
             && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
-        match domain {
-            Some(name) if grants => Self { avoid, include, domain: Some(printable(&name)) },
-            _ => Self { avoid, include: include && grants, domain: None },
-        }
+        let domain = if grants { domain.map(|name| printable(&name)) } else { None };
+        Ok(Self { avoid, include: include && grants, domain, is_unreadable: false })
     }
 }
 
@@ -58,6 +62,12 @@ impl Attributes {
             }
         }
         None
+    }
+
+    /// A cgroup of the process, or a parent, whose attributes we can't read.
+    pub(super) fn unreadable(&mut self, cgroups: &[Cgroup]) -> Option<String> {
+        let found = cgroups.iter().find_map(|cgroup| self.nearest(cgroup, |labels| labels.is_unreadable));
+        Some(found?.0.display().to_string())
     }
 
     /// The trust domain set by the nearest cgroup.
@@ -106,8 +116,8 @@ pub(super) fn directory_of(root: &Path, cgroup: &Cgroup, path: &str) -> Option<P
 }
 
 /// Whether a directory has an attribute that means yes.
-fn is_set(directory: &Path, name: &str) -> bool {
-    xattr(directory, name).is_some_and(|value| means_yes(&value))
+fn is_set(directory: &Path, name: &str) -> Result<bool, Errno> {
+    Ok(xattr(directory, name)?.is_some_and(|value| means_yes(&value)))
 }
 
 /// Whether the value of an attribute means yes. An empty value does.
@@ -116,7 +126,7 @@ fn means_yes(value: &[u8]) -> bool {
 }
 
 /// Reads an extended attribute. `None` if it isn't set or not supported, or the directory is gone.
-fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
+fn xattr(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Errno> {
     // Most directories have no value or a short one, so we try a small buffer first. If a value doesn't fit, we try
     // again with the kernel's limit.
     for size in [256, 64 << 10] {
@@ -124,11 +134,12 @@ fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
         match rustix::fs::getxattr(path, name, &mut value[..]) {
             Ok(length) => {
                 value.truncate(length);
-                return Some(value);
+                return Ok(Some(value));
             }
             Err(Errno::RANGE) => {}
-            Err(_) => return None,
+            Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOENT) => return Ok(None),
+            Err(error) => return Err(error),
         }
     }
-    None
+    Err(Errno::RANGE)
 }

@@ -290,7 +290,7 @@ pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, d
     }
     let mut judged = OptOuts { excluding: None, overridden: Vec::new() };
     for opt_out in all {
-        if !info.cgroups.are_hidden && deny.overrides(&opt_out, program.as_deref()) {
+        if deny.overrides(&opt_out, program.as_deref()) {
             judged.overridden.push(opt_out);
         } else {
             judged.excluding.get_or_insert(opt_out);

@@ -53,10 +53,23 @@ pub struct CgroupInfo {
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// Its cgroup in each hierarchy.
+    /// Its cgroup in each hierarchy; of a very deep one, the parent at [`Self::LEVELS_MOST`].
     pub(super) all: Vec<Cgroup>,
+    /// A cgroup that may say anything, because it's too deep, or we can't read it. We leave the process alone.
+    pub(crate) unreadable: Option<String>,
     /// The selector whose cgroup contains the process.
     pub(super) selected_by: Option<usize>,
+}
+
+impl CgroupInfo {
+    /// We read nothing of a cgroup deeper than this. The kernel walks each level again for each file and attribute, and
+    /// any user with a delegated cgroup can make thousands.
+    pub(super) const LEVELS_MOST: usize = 64;
+
+    /// The facts about cgroups that we can't read.
+    pub(crate) fn unreadable(cgroup: &str) -> Self {
+        Self { unreadable: Some(cgroup.to_owned()), ..Self::default() }
+    }
 }
 
 impl ProcessInfo {

@@ -16,6 +16,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+/// Our name for a cgroup below [`CgroupInfo::LEVELS_MOST`].
+const TOO_DEEP: &str = "a cgroup with more than 64 levels";
+
 /// The selectors, resolved.
 pub(crate) struct Selection {
     roots: Roots,
@@ -201,10 +204,21 @@ impl Selection {
     /// processes.
     pub(crate) fn cgroup_info(&mut self, text: Option<&[u8]>) -> CgroupInfo {
         let Some(text) = text else {
-            let opt_outs = vec![OptOut::Unknown { cgroup: "a cgroup with a path of over 4096 bytes".to_owned() }];
-            return CgroupInfo { are_hidden: true, opt_outs, ..CgroupInfo::default() };
+            let unreadable = CgroupInfo::unreadable("a cgroup with a path of over 4096 bytes");
+            return CgroupInfo { are_hidden: true, ..unreadable };
         };
-        let all = parse_cgroups(text);
+        let mut all = parse_cgroups(text);
+        let mut is_deep = false;
+        for cgroup in &mut all {
+            if let Some((end, _)) = cgroup.path.match_indices('/').nth(CgroupInfo::LEVELS_MOST) {
+                cgroup.path.truncate(end);
+                is_deep = true;
+            }
+        }
+        if is_deep {
+            let path = shown_path(&all);
+            return CgroupInfo { path, selected_by: self.by_cgroups(&all), all, ..CgroupInfo::unreadable(TOO_DEEP) };
+        }
         let mut opt_outs = Vec::new();
         if let Some(cgroup) = self.attributes.avoided(&all) {
             opt_outs.push(OptOut::Attribute { cgroup });
@@ -221,6 +235,7 @@ impl Selection {
             opt_outs,
             limiting,
             selected_by: self.by_cgroups(&all),
+            unreadable: self.attributes.unreadable(&all),
             all,
         }
     }

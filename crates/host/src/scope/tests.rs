@@ -1,6 +1,10 @@
+use super::deny_list::DenyList;
+use super::dumpable::Dumpable;
+use super::exclude::Exclusion;
 use super::exe::Distrust;
 use super::opt_out::OptOut;
 use super::*;
+use crate::judge::{Judge, ProgramHistory, ScopeRules};
 use pagefold_procmem::cgroup::parse_cgroups;
 use std::ffi::CString;
 use std::fs;
@@ -336,6 +340,29 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
         assert_eq!(left(), [10, 12, 13], "of another user");
         assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "1"));
         assert_eq!(left(), [10, 13], "the owner's avoid counts");
+    }
+}
+
+/// Looking for attributes and limits of a cgroup takes time for each of its levels, so of deep ones we read nothing.
+#[test]
+fn a_process_in_a_cgroup_that_we_cannot_read_is_left_alone_whatever_is_overridden() {
+    let tree = hybrid();
+    let all = ScopeSpec(vec![Selector::All]);
+    let deny = DenyList::new(Vec::new()).overriding(vec!["a cgroup with more than 64 levels".to_owned()]);
+    let mut rules = ScopeRules::new(all, tree.roots.clone(), deny);
+    let history = ProgramHistory::default();
+    let mut judge = Judge::new(&mut rules, &history);
+    let deep = format!("0::{}\n", "/a".repeat(2_000));
+    // Longer than the kernel takes below the mount point.
+    let long = format!("0::{}\n", ["/", &"x".repeat(203)].concat().repeat(20));
+    for (text, levels, is_read) in [("0::/a/b\n", 2, true), (deep.as_str(), 64, false), (long.as_str(), 20, false)] {
+        let mut info = ProcessInfo::fixture("x", 1, None);
+        info.cgroups = judge.cgroup_info(text.into());
+        assert_eq!(info.cgroups.all[0].path.matches('/').count(), levels);
+        assert_eq!(info.cgroups.limiting.is_empty(), levels == 64);
+        let verdict = judge.judge(&mut info, Dumpable::Yes, None, false);
+        let is_unknown = matches!(verdict.excluded, Some(Exclusion::OptedOut(OptOut::Unknown { .. })));
+        assert_eq!(is_unknown, !is_read, "{:?}", verdict.excluded);
     }
 }
 
