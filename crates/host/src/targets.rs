@@ -22,7 +22,7 @@ use pagefold_engine::random::mix;
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, LIMIT, PATIENCE, Pending, run_abandonable};
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::{READS, Refusal};
+use pagefold_procmem::stalls::{Origin, READS, Refusal};
 use pagefold_procmem::statm::Sizes;
 use std::io;
 use std::sync::Arc;
@@ -50,6 +50,8 @@ pub struct Target {
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
+    /// Its user and cgroup as of the last check.
+    pub(crate) origin: Origin,
     /// We leave the process alone if it has more regions than this.
     pub(crate) regions_most: usize,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
@@ -78,6 +80,7 @@ impl Target {
     /// Makes a target of a process that has come into scope.
     pub fn new(info: ProcessInfo, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {
+            origin: Origin::of(&info.process),
             info,
             owner,
             domain,

@@ -16,7 +16,7 @@ use pagefold_procmem::image::image_of;
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::READS;
+use pagefold_procmem::stalls::{Origin, READS, Share};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -48,43 +48,71 @@ const PROGRAMS_MOST: usize = 16_384;
 /// We list this many processes that match by name only, or have left the scope. Any user can start more.
 const STRANGERS_MOST: usize = 1_000;
 
-/// A process may have this many regions, however many other processes have.
+/// The processes of one user or cgroup may be this many targets, and may together have this many regions. A region takes
+/// about a kilobyte, a target up to 30 if its paths are long.
+const TARGETS_OF_SHARE_MOST: usize = 4_096;
+const REGIONS_OF_SHARE_MOST: usize = 131_072;
+/// All processes with more than `FEW_REGIONS` may together have this many, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
-/// All processes with more regions may together have `REGIONS_MOST`, the ones of a single user `REGIONS_OF_USER_MOST`.
-/// A region takes about a kilobyte.
-const REGIONS_OF_USER_MOST: usize = 65_536;
-const REGIONS_MOST: usize = 131_072;
+const REGIONS_MOST: usize = 262_144;
 
-/// How many regions the processes with more than [`FEW_REGIONS`] have.
+/// How many targets and regions there are.
 #[derive(Debug, Default)]
-struct LargeLists {
-    all: usize,
-    by_user: HashMap<u32, usize>,
+struct Census {
+    /// The regions of processes with more than [`FEW_REGIONS`].
+    in_large_lists: usize,
+    by_share: HashMap<Share, ShareCount>,
 }
 
-impl LargeLists {
+/// The targets and regions of one user or cgroup.
+#[derive(Clone, Copy, Debug, Default)]
+struct ShareCount {
+    targets: usize,
+    regions: usize,
+}
+
+impl Census {
     fn of(targets: &BTreeMap<i32, Target>) -> Self {
-        let mut lists = Self::default();
+        let mut census = Self::default();
         for target in targets.values() {
-            lists.add(target.info.uid(), target.regions.len());
+            census.add_target(target.origin);
+            census.grow(target.origin, 0, target.regions.len());
         }
-        lists
+        census
     }
 
-    fn add(&mut self, user: u32, regions: usize) {
+    fn add_target(&mut self, origin: Origin) {
+        for share in origin.shares().into_iter().flatten() {
+            self.by_share.entry(share).or_default().targets += 1;
+        }
+    }
+
+    /// Counts the regions of a process that has had `before`.
+    fn grow(&mut self, origin: Origin, before: usize, regions: usize) {
         if regions > FEW_REGIONS {
-            self.all += regions;
-            *self.by_user.entry(user).or_default() += regions;
+            self.in_large_lists += if before > FEW_REGIONS { regions - before } else { regions };
+        }
+        for share in origin.shares().into_iter().flatten() {
+            self.by_share.entry(share).or_default().regions += regions - before;
         }
     }
 
-    /// How many regions a process of this user may have if it has `regions` now.
-    fn most(&self, user: u32, regions: usize) -> usize {
+    /// How many regions a process from there may have if it has `regions` now.
+    fn regions_most(&self, origin: Origin, regions: usize) -> usize {
         let own = if regions > FEW_REGIONS { regions } else { 0 };
-        let of_user = self.by_user.get(&user).copied().unwrap_or(0);
-        let left = (REGIONS_MOST + own).saturating_sub(self.all);
-        let left_of_user = (REGIONS_OF_USER_MOST + own).saturating_sub(of_user);
-        left.min(left_of_user).max(FEW_REGIONS)
+        let mut most = (REGIONS_MOST + own).saturating_sub(self.in_large_lists).max(FEW_REGIONS);
+        for count in self.counts(origin) {
+            most = most.min((REGIONS_OF_SHARE_MOST + regions).saturating_sub(count.regions));
+        }
+        most
+    }
+
+    fn has_room_for_target(&self, origin: Origin) -> bool {
+        self.counts(origin).all(|count| count.targets < TARGETS_OF_SHARE_MOST)
+    }
+
+    fn counts(&self, origin: Origin) -> impl Iterator<Item = &ShareCount> {
+        origin.shares().into_iter().flatten().filter_map(|share| self.by_share.get(&share))
     }
 }
 
@@ -192,6 +220,11 @@ impl LiveHost {
                 Err(error) => return Err(error.into()),
             }
         };
+        if found.is_empty() {
+            self.add_marked_forks();
+            return Ok(());
+        }
+        let mut census = Census::of(&self.targets);
         let mut strangers = 0;
         for target in self.targets.values() {
             strangers += usize::from(target.is_stranger());
@@ -207,20 +240,25 @@ impl LiveHost {
                 strangers += 1;
             }
             let mut target = self.new_target(info);
+            if !census.has_room_for_target(target.origin) {
+                continue;
+            }
+            census.add_target(target.origin);
             target.appeared_ns = if is_first { None } else { Some(now_ns) };
             let pid = target.pid();
             debug!(target: "scope", pid, name = %target.info.name, domain = target.domain.0, "in scope");
+            self.discovery.new_processes.join(pid);
             self.targets.insert(pid, target);
         }
         self.add_marked_forks();
         Ok(())
     }
 
-    /// A fork of a marked program may have left the scope before we saw it, by changing its user or cgroup. It has
-    /// inherited the marks, so it's a target until they're gone.
+    /// A fork of a marked program may have left the scope before we saw it, by changing its user or cgroup, or there
+    /// may be too many targets. It has inherited the marks, so it's a target until they're gone.
     fn add_marked_forks(&mut self) {
         for pid in self.discovery.new_processes.take_first_seen() {
-            if self.actuator.is_none() || self.history.marked.is_empty() {
+            if self.actuator.is_none() || self.history.marked.is_empty() || self.targets.contains_key(&pid) {
                 continue;
             }
             let Some(info) = self.marked_fork(pid) else { continue };
@@ -267,7 +305,7 @@ impl LiveHost {
         let mut left_alone = Vec::new();
         self.forget_programs();
         self.forget_domains();
-        let mut large_lists = LargeLists::of(&self.targets);
+        let mut census = Census::of(&self.targets);
         let mut judge = Judge::new(&mut self.rules, &self.history);
         let began = Instant::now();
         let first = std::mem::take(&mut self.schedule.next_pid);
@@ -278,14 +316,13 @@ impl LiveHost {
             }
             let in_use = &self.regions.pids;
             let keys = &mut self.regions.keys;
-            let user = target.info.uid();
             let regions = target.regions.len();
-            target.regions_most = large_lists.most(user, regions);
+            target.regions_most = census.regions_most(target.origin, regions);
             let refreshed = target.refresh(now_ns, processes, &mut judge, || {
                 RegionKey(keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
             if target.regions.len() > regions {
-                large_lists.add(user, target.regions.len());
+                census.grow(target.origin, regions, target.regions.len());
             }
             for opt_out in target.take_overridden() {
                 self.events.push(Event::Overridden { pid, opt_out: opt_out.to_string() });
@@ -412,20 +449,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn regions_are_bounded_by_user_and_in_all() {
-        let mut lists = LargeLists::default();
-        assert_eq!(lists.most(1, 0), REGIONS_OF_USER_MOST);
-        for _ in 0..100 {
-            lists.add(1, FEW_REGIONS);
+    fn regions_and_targets_are_bounded_by_user_and_cgroup_and_in_all() {
+        let of = |user, cgroup| Origin { user: Some(Share::User(user)), cgroup: Some(Share::Cgroup(cgroup)) };
+        let mut census = Census::default();
+        for cgroup in 0..100 {
+            census.grow(of(1, cgroup), 0, FEW_REGIONS);
         }
-        assert_eq!(lists.most(1, 0), REGIONS_OF_USER_MOST, "small ones don't count");
-        for _ in 0..4 {
-            lists.add(1, 16_384);
+        let left = REGIONS_OF_SHARE_MOST - 100 * FEW_REGIONS;
+        assert_eq!(census.regions_most(of(1, 500), 0), left, "short lists count, in whatever cgroup");
+        census.grow(of(1, 500), 0, left);
+        assert_eq!((census.regions_most(of(1, 501), 0), census.regions_most(of(1, 500), left)), (0, left));
+        assert_eq!(census.regions_most(of(2, 600), 0), REGIONS_OF_SHARE_MOST);
+        assert_eq!(census.regions_most(of(2, 500), 0), REGIONS_OF_SHARE_MOST - left);
+        for user in 2..10 {
+            census.grow(of(user, 600 + u64::from(user)), 0, 30_000);
         }
-        assert_eq!((lists.most(1, 0), lists.most(1, 16_384)), (FEW_REGIONS, 16_384));
-        assert_eq!(lists.most(2, 0), REGIONS_OF_USER_MOST);
-        lists.add(2, 60_000);
-        lists.add(3, 5_000);
-        assert_eq!((lists.most(3, 5_000), lists.most(4, 10)), (5_536, FEW_REGIONS));
+        assert_eq!(census.regions_most(of(10, 700), 0), FEW_REGIONS, "however many the others have");
+        assert_eq!(census.regions_most(of(9, 609), 30_000), 30_000);
+        for _ in 0..TARGETS_OF_SHARE_MOST {
+            census.add_target(of(11, 800));
+        }
+        assert!(!census.has_room_for_target(of(11, 801)) && !census.has_room_for_target(of(12, 800)));
+        assert!(census.has_room_for_target(of(12, 801)));
     }
 }

@@ -78,7 +78,12 @@ impl NewProcesses {
         self.unsettled = true;
     }
 
-    /// The processes out of scope that we've seen for the first time since the last call.
+    /// Notes that a process that we've found is known from now on. Otherwise it stays among the ones out of scope.
+    pub fn join(&mut self, pid: i32) {
+        self.outside.remove(&pid);
+    }
+
+    /// The processes that we've seen for the first time since the last call.
     pub fn take_first_seen(&mut self) -> Vec<i32> {
         std::mem::take(&mut self.first_seen)
     }
@@ -110,9 +115,6 @@ impl NewProcesses {
             // We examine a process first seen in the last list a second time, however long ago that was.
             full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
         })?;
-        for info in &found {
-            outside.remove(&info.pid());
-        }
         self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
         self.outside = outside;

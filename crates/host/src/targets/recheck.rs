@@ -18,6 +18,7 @@ use pagefold_engine::keys::{DomainKey, LineageKey};
 use pagefold_procmem::image::{AddressSpace, ProgramId, image_of};
 use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns};
 use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::stalls::Origin;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -241,6 +242,9 @@ impl Target {
             None => verdict.excluded.clone_from(&self.check.denied),
             Some(Exclusion::DenyListed { .. }) => self.check.denied.clone_from(&verdict.excluded),
             Some(_) => {}
+        }
+        if is_new || self.info.uid() != info.uid() || self.info.cgroups != info.cgroups {
+            self.origin = Origin::of(&info.process);
         }
         self.info = info;
         self.check.program = Some(program);
