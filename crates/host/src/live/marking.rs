@@ -29,8 +29,8 @@ const MARK_NS: u64 = 250_000_000;
 /// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
 /// If a process takes `SLOW_NS`, the processes of its user and its cgroup come last for `LAST_NS`, nanoseconds.
-const SLOW_NS: u64 = 100_000_000;
-const LAST_NS: u64 = 60_000_000_000;
+pub(super) const SLOW_NS: u64 = 100_000_000;
+pub(super) const LAST_NS: u64 = 60_000_000_000;
 
 /// If a process has at least `MANY_MAPPINGS`, we count them before we may split some. We leave it `SPARE_MAPPINGS` for
 /// itself: without one to spare, its own mmap(2) fails.
@@ -44,21 +44,20 @@ const DEFAULT_MAPPINGS_MOST: usize = 65_530;
 pub(super) struct SlowOrigins(Vec<(Origin, u64)>);
 
 impl SlowOrigins {
-    fn forget(&mut self, now_ns: u64) {
+    pub(super) fn forget(&mut self, now_ns: u64) {
         self.0.retain(|&(_, until_ns)| now_ns < until_ns);
     }
 
-    fn has(&self, target: &Target) -> bool {
+    pub(super) fn has(&self, target: &Target) -> bool {
         if self.0.is_empty() {
             return false;
         }
-        let origin = Origin::of(&target.info.process);
-        self.0.iter().any(|(slow, _)| origin.shares_with(*slow))
+        self.0.iter().any(|(slow, _)| target.origin.shares_with(*slow))
     }
 
-    fn extend(&mut self, target: Option<&Target>, until_ns: u64) {
+    pub(super) fn extend(&mut self, target: Option<&Target>, until_ns: u64) {
         let Some(target) = target.filter(|target| !self.has(target)) else { return };
-        self.0.push((Origin::of(&target.info.process), until_ns));
+        self.0.push((target.origin, until_ns));
     }
 }
 

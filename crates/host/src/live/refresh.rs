@@ -168,11 +168,11 @@ impl LiveHost {
         self.forget_kept_out(now_ns);
         self.add_targets(now_ns)?;
         let mut changed = self.refresh_targets(now_ns);
-        changed |= self.withdraw_marks(now_ns);
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
         if self.schedule.next_pid == 0 {
             self.schedule.next_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.schedule.interval_ns);
         }
+        changed |= self.withdraw_marks(now_ns);
         if changed {
             self.list_regions();
         }

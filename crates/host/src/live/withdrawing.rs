@@ -3,6 +3,8 @@
 //! The engine doesn't decide about such marks, and may not know the region any more. We remove them at each refresh of
 //! the targets, before we mark anything else, and even while the run is paused or has given KSM up.
 
+use super::machine::elapsed_ns;
+use super::marking::{LAST_NS, SLOW_NS};
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
 use crate::targets::Marks;
@@ -19,6 +21,7 @@ use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// One refresh spends this long on removing marks at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
@@ -43,8 +46,20 @@ enum Try {
 pub(super) struct Withdrawing {
     /// The tries that haven't ended yet, by pid.
     pub(super) jobs: BTreeMap<i32, WithdrawJob>,
+    /// The process where the last pass ended.
+    last_pid: i32,
     /// Marks that we withdrew and the engine hasn't accounted for yet.
     pub(super) outcome: Outcome,
+}
+
+/// When a pass tries a process: processes from slow origins last, and of the others first the ones that were never
+/// tried. We begin after the process where the last pass ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Turn {
+    is_slow: bool,
+    was_tried: bool,
+    is_next_round: bool,
+    pid: i32,
 }
 
 type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
@@ -69,26 +84,41 @@ impl LiveHost {
         if self.actuator.is_none() {
             return false;
         }
-        let mut due = Vec::new();
-        for (&pid, target) in &self.targets {
-            if target.unmark_is_due(now_ns) {
-                due.push(pid);
-            }
-        }
+        let began = Instant::now();
         let mut changed = false;
-        for pid in due {
+        for Turn { pid, .. } in self.turns(now_ns) {
+            let before_ns = elapsed_ns(began);
             let mut result = Try::Again;
-            while result == Try::Again {
-                if self.now_ns() > now_ns + PASS_NS {
-                    // The remaining processes are pending and not tried yet, so we mark nothing until then.
-                    self.schedule.next_ns = 0;
-                    return changed;
-                }
+            while result == Try::Again && elapsed_ns(began) <= PASS_NS {
                 result = self.withdraw_from(pid, now_ns);
                 changed |= result != Try::Nothing;
             }
+            let spent_ns = elapsed_ns(began);
+            if spent_ns > before_ns + SLOW_NS {
+                self.slow.extend(self.targets.get(&pid), now_ns + LAST_NS);
+            }
+            if spent_ns > PASS_NS {
+                // If others are pending and not tried yet, we mark nothing until then.
+                self.withdrawing.last_pid = pid;
+                self.schedule.next_ns = 0;
+                break;
+            }
         }
         changed
+    }
+
+    /// The processes whose marks must go now, in the order in which we try them.
+    fn turns(&mut self, now_ns: u64) -> Vec<Turn> {
+        self.slow.forget(now_ns);
+        let mut turns = Vec::new();
+        for (&pid, target) in &self.targets {
+            let Some(pending) = target.pending.as_ref().filter(|_| target.unmark_is_due(now_ns)) else { continue };
+            let is_slow = self.slow.has(target);
+            let is_next_round = pid <= self.withdrawing.last_pid;
+            turns.push(Turn { is_slow, was_tried: pending.was_tried, is_next_round, pid });
+        }
+        turns.sort_unstable();
+        turns
     }
 
     fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> Try {
@@ -243,4 +273,26 @@ fn mark_state(process: &Process, marks: Marks) -> Result<MarkState, ReadError> {
         return Ok(MarkState::new(&[], KsmStat { merge_any: false, ..stat }));
     }
     Ok(MarkState::new(&details, stat))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However many slow processes a user has, we try the others' in each pass, and each slow one in its turn.
+    #[test]
+    fn slow_processes_come_last_and_new_ones_first() {
+        let turn = |pid, is_slow, was_tried| Turn { is_slow, was_tried, is_next_round: pid <= 20, pid };
+        let mut turns = [
+            turn(10, true, true),
+            turn(20, true, true),
+            turn(30, true, true),
+            turn(40, true, false),
+            turn(15, false, true),
+            turn(50, false, true),
+            turn(60, false, false),
+        ];
+        turns.sort_unstable();
+        assert_eq!(turns.map(|turn| turn.pid), [60, 50, 15, 40, 30, 10, 20]);
+    }
 }
