@@ -18,9 +18,12 @@ use std::os::unix::fs::FileExt;
 /// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
 /// Cost of reading the list, nanoseconds per process. Reading may take 1/`LIST_SHARE` of the time: on a machine with
-/// more than 300 processes that keeps starting others, we read the list less often than every second.
+/// more than 300 processes that keeps starting others, we read the list less often than every second, but every
+/// `LIST_MAX_NS`.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
+/// Longest time between two lists, nanoseconds: idle processes of others must not make us find forks later.
+const LIST_MAX_NS: u64 = 5_000_000_000;
 /// Full passes may take 1/`FULL_SHARE` of the time.
 const FULL_SHARE: u64 = 10_000;
 /// Shortest time between full passes, nanoseconds.
@@ -120,7 +123,7 @@ impl NewProcesses {
         self.outside = outside;
         self.last_pid = last_pid;
         self.listed_ns = now_ns;
-        self.next_list_ns = now_ns + listed * LIST_NS * LIST_SHARE;
+        self.next_list_ns = now_ns + (listed * LIST_NS * LIST_SHARE).min(LIST_MAX_NS);
         if full {
             let spent_ns = own_cpu_ns() - before_ns;
             self.next_full_ns = now_ns + (spent_ns * FULL_SHARE).clamp(FULL_MIN_NS, FULL_MAX_NS);

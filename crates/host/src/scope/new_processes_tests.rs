@@ -110,3 +110,14 @@ fn without_the_last_pid_the_list_is_read_every_time() {
     machine.start(20, "/bin/meant");
     assert_eq!(machine.find(9 * SECOND), [20]);
 }
+
+#[test]
+fn others_idle_processes_delay_no_list_for_long() {
+    let mut machine = Machine::new(true);
+    for pid in 21..3_000 {
+        fs::create_dir(machine.tree.roots.proc.join(pid.to_string())).unwrap();
+    }
+    machine.find(0);
+    machine.start(20, "/bin/meant");
+    assert_eq!(machine.find(LIST_MAX_NS), [20]);
+}
