@@ -115,7 +115,8 @@ pub fn attempt(
             what: "starting a thread for the injection".into(),
             errno: Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)),
         })?;
-    let limit = Duration::from_nanos(limits.stop_ns);
+    let stop = Duration::from_nanos(limits.stop_ns);
+    let calls_end = stop + Duration::from_nanos(limits.call_ns.saturating_add(tracee::GRACE_NS));
     let began = Instant::now();
     let mut slept = Duration::ZERO;
     loop {
@@ -124,22 +125,23 @@ pub fn attempt(
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
             }
-            Err(mpsc::RecvTimeoutError::Timeout)
-                if slept < PREPARING + limit && began.elapsed() < PREPARING_MOST + limit && !progress.is_stuck() =>
-            {
-                // Only sleep counts: on a busy machine our thread may wait long for a processor.
-                slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
-            }
-            Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
-                ATTEMPTS.give_up(process, thread);
-                cut_short(own.load(Ordering::Relaxed));
-                return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
-            }
-            Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => {
-                stall(process, thread, is_shared);
-                return Err(InjectError::Held { pid });
-            }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        // Only sleep counts: on a busy machine our thread may wait long for a processor.
+        slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
+        let is_late = slept >= PREPARING + stop || began.elapsed() >= PREPARING_MOST + stop;
+        if is_late && progress.abandon() {
+            ATTEMPTS.give_up(process, thread);
+            cut_short(own.load(Ordering::Relaxed));
+            return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
+        }
+        // All calls are over by now, so a read of the return frame doesn't end.
+        if slept >= PREPARING + stop + calls_end {
+            progress.get_stuck();
+        }
+        if progress.is_stuck() {
+            stall(process, thread, is_shared);
+            return Err(InjectError::Held { pid });
         }
     }
 }

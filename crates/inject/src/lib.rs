@@ -205,7 +205,7 @@ pub enum InjectError {
     TimedOut { pid: i32, what: String },
     /// A time limit passed while a thread was running with borrowed registers.
     #[error(
-        "process {pid} cannot be released yet (it is frozen, or its call does not end); do not end the injector, which restores the process as soon as possible"
+        "process {pid} cannot be released yet (it is frozen, or its call or a read of its memory does not end); do not end the injector, which restores the process as soon as possible"
     )]
     Held { pid: i32 },
     #[error("process {pid} runs 32-bit code, which is not supported; exclude it")]

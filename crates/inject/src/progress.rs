@@ -16,6 +16,7 @@ const PREPARING: u8 = 0;
 const CALLING: u8 = 1;
 const STUCK: u8 = 2;
 const ABANDONED: u8 = 3;
+const OVER: u8 = 4;
 
 /// Lets either the caller give up or the thread begin to set registers, never both.
 #[derive(Debug, Default)]
@@ -36,7 +37,8 @@ impl AttemptProgress {
         self.change(PREPARING, ABANDONED)
     }
 
-    /// Records that the call neither ends nor can be interrupted.
+    /// Records that we can't restore the thread: its call neither ends nor can be interrupted, or a sibling makes our
+    /// reads of its memory wait.
     pub fn get_stuck(&self) {
         if self.change(CALLING, STUCK) {
             HELD.fetch_add(1, Ordering::AcqRel);
@@ -45,7 +47,7 @@ impl AttemptProgress {
 
     /// Records that the thread is restored or dead.
     pub fn leave(&self) {
-        if self.is_stuck() {
+        if self.0.swap(OVER, Ordering::AcqRel) == STUCK {
             HELD.fetch_sub(1, Ordering::AcqRel);
         }
     }
@@ -68,6 +70,8 @@ mod tests {
         let progress = AttemptProgress::default();
         assert!(progress.enter() && !progress.abandon() && !progress.is_abandoned());
         progress.leave();
+        progress.get_stuck();
+        assert!(!progress.is_stuck(), "it's over");
         let progress = AttemptProgress::default();
         progress.get_stuck();
         assert!(progress.abandon() && !progress.enter() && progress.is_abandoned() && !progress.is_stuck());

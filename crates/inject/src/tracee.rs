@@ -17,7 +17,7 @@ use pagefold_procmem::process::Process;
 /// How often we make a call that signals interrupt (unmerging stops at any pending signal).
 const RESTARTS: u32 = 4;
 /// How long an interrupted call may take to return. After that we report the thread as held.
-const GRACE_NS: u64 = 100_000_000;
+pub const GRACE_NS: u64 = 100_000_000;
 /// How long a wait polls before it sleeps: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
 /// If we get to the first call this late after the thread was last seen running, we end the stop without a call.

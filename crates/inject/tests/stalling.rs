@@ -1,6 +1,7 @@
 //! Targets that try to stall us by making reads of their pages never return.
 
-use pagefold_inject::{InjectError, InjectionReport, Limits, inject};
+use pagefold_inject::{Call, InjectError, InjectionReport, Limits, inject};
+use pagefold_procmem::process::Process;
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{skip, status_field, wait_until};
 use std::fs;
@@ -65,6 +66,30 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     plain.send();
     victim.send();
     victim.expect_ok("exec");
+}
+
+/// Once the call is over, a sibling of the stopped thread keeps the injector from reading the return frame. The injector
+/// serves other targets, doesn't end, and releases the thread as soon as it can.
+#[test]
+fn a_frame_that_cannot_be_read_holds_its_own_thread_only() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("frame") else { return };
+    let mut injector = injector("worker");
+    let limits = Limits { stop_ns: 1_000_000_000, call_ns: 2_000_000_000, calls_per_stop: 1 };
+    let wait = Call { nr: libc::SYS_poll, args: [0, 0, 1_000, 0, 0, 0] };
+    let held = injector.run(&victim.process, &[wait], &limits);
+    assert_eq!(held, Err(InjectError::Held { pid: victim.pid() }));
+    let mut plain = Victim::start("idle");
+    injector.run(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
+    plain.send();
+    let worker = Process::open(i32::try_from(injector.pid()).unwrap()).unwrap();
+    drop(injector);
+    assert!(worker.is_alive() && victim.is_traced());
+    victim.send();
+    wait_until("the thread is released", || !worker.is_alive());
+    victim.finish("frame");
 }
 
 /// The victim has as many mappings as the kernel allows, with long names. We list them in a buffer of fixed size.

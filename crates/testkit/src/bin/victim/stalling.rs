@@ -8,6 +8,7 @@
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
 //! | `locking` | like `locked`, but only after it has read a byte; has 8 MiB of memory of its own |
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
+//! | `frame` | a call to poll(2) that is injected stops the injector: meanwhile such a page replaces the one of the return frame. The first byte read ends that, and the second one is answered |
 //! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
@@ -22,7 +23,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::Duration;
 
 /// How many mappings the kind `mappings` has: a little less than the default of `vm.max_map_count`.
@@ -37,6 +38,8 @@ const OWN_BYTES: usize = 8 << 20;
 const COMMON_BYTES: usize = 1 << 20;
 /// Whether the kind `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
+/// The process that serves the file.
+static SERVER: AtomicI32 = AtomicI32::new(0);
 /// How long threads wait for the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
 /// This address is below all other mappings, so that readers search it first.
@@ -61,6 +64,11 @@ pub fn main(kind: &str) {
         }),
         "reading" => stalled_file().map(|file| {
             map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
+        }),
+        "frame" => stalled_file().map(|file| {
+            let top = touch_stack();
+            std::thread::spawn(move || replace_frame(&file, top));
+            std::thread::sleep(HEAD_START);
         }),
         "late" => Ok(()),
         "exec" => stalled_file().map(|file| {
@@ -129,6 +137,39 @@ fn lock(file: &File, wait: fn()) {
 /// Reads the mapped file with the memory map locked for reading, for ever.
 fn read_stalled_file() {
     let _ = File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64);
+}
+
+/// Uses more of the stack than this program does later. Returns an address in the page below.
+#[inline(never)]
+fn touch_stack() -> usize {
+    let used = std::hint::black_box([1_u8; 48 << 10]);
+    used.as_ptr() as usize - 4096
+}
+
+/// Waits until a page of the main thread's stack below `top` is written, and maps the file there. Once it has read a
+/// byte, it ends the file's server and maps memory there again.
+fn replace_frame(file: &File, top: usize) {
+    const PAGES: usize = 32;
+    let first = top / 4096 - PAGES;
+    let pagemap = File::open("/proc/self/pagemap").unwrap();
+    let entries = || {
+        let mut entries = [[0_u8; 8]; PAGES];
+        pagemap.read_exact_at(entries.as_flattened_mut(), first as u64 * 8).unwrap();
+        entries
+    };
+    let before = entries();
+    let written = loop {
+        if let Some(page) = (0..PAGES).find(|&page| entries()[page] != before[page]) {
+            break (first + page) * 4096;
+        }
+    };
+    // Now the injected call has begun.
+    std::thread::sleep(Duration::from_millis(50));
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    map_at(written, 4096, access, libc::MAP_PRIVATE | libc::MAP_FIXED, file.as_raw_fd());
+    unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
+    unsafe { libc::kill(SERVER.load(Ordering::Relaxed), libc::SIGKILL) };
+    map_at(written, 4096, access, libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS, -1);
 }
 
 /// Memory with the same contents in all victims.
@@ -273,7 +314,10 @@ fn spawn_server(server: &File) -> Result<(), String> {
             libc::_exit(0)
         },
         -1 => Err(format!("fork: {}", std::io::Error::last_os_error())),
-        _ => Ok(()),
+        server => {
+            SERVER.store(server, Ordering::Relaxed);
+            Ok(())
+        }
     }
 }
 
