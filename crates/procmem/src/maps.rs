@@ -84,6 +84,14 @@ impl VmFlags {
         Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
     }
 
+    /// The flags without the mark, and without one that doesn't keep the kernel from joining mappings.
+    fn before_mark(mut self) -> Self {
+        for bit in [*b"mg", *b"sd"].into_iter().filter_map(Self::bit) {
+            self.0[bit / 64] &= !(1 << (bit % 64));
+        }
+        self
+    }
+
     /// The flags in alphabetical order.
     pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> {
         let mut flags = Vec::new();
@@ -523,7 +531,7 @@ impl Details {
     }
 
     fn finish(mut self) -> Vec<VmaDetail> {
-        for alike in self.found.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
+        for alike in self.found.chunk_by_mut(|a, b| a.continues(b) && a.flags.before_mark() == b.flags.before_mark()) {
             let bytes = alike.iter().map(|detail| detail.vma.end - detail.vma.start).sum();
             for detail in alike {
                 detail.original_bytes = bytes;

@@ -116,6 +116,11 @@ fn malformed_text_is_refused() {
     // The first mapping's file offset plus length overflows.
     let ends = b"1000-2000 rw-p fffffffffffff000 0:1 1\n2000-3000 rw-p 0 0:1 1\n";
     assert!(parse_smaps(ends).unwrap().iter().all(|detail| detail.original_bytes == 4096));
+    // Marks have split the first two mappings. The third one was never part of them.
+    let split = b"1000-2000 rw-p 0 00:00 0\nVmFlags: rd dd\n2000-3000 rw-p 0 00:00 0\nVmFlags: rd dd mg sd\n\
+        3000-4000 rw-p 0 00:00 0\nVmFlags: rd dd lo\n";
+    let bytes: Vec<u64> = parse_smaps(split).unwrap().iter().map(|detail| detail.original_bytes).collect();
+    assert_eq!(bytes, [8192, 8192, 4096]);
     assert!(parse_smaps(b"Rss: 4 kB\n").is_err());
     assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: 4 MB\n").is_err());
     assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: kB\n").is_err());
