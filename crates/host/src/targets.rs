@@ -259,11 +259,7 @@ impl Target {
         judge: &mut Judge<'_>,
         mut new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
-        let sizes = self.sizes()?;
-        // A zombie has no memory: its mappings read as empty and its sizes as zero.
-        if sizes.resident == 0 && !self.info.process.is_alive() {
-            return Err(ReadError::Vanished { pid: self.pid() });
-        }
+        let sizes = self.sizes_of_living()?;
         self.surveys.mapped = sizes.mapped;
         let changed = self.notice_exec();
         if let Some(surveyed) = self.poll_survey(&mut new_key) {
@@ -285,6 +281,20 @@ impl Target {
             Err(error) if error.is_late() => Ok(changed),
             Err(error) => Err(error),
         }
+    }
+
+    /// The process's sizes. If a thread has ended whose file we've kept open, we read them from another one.
+    fn sizes_of_living(&mut self) -> Result<Sizes, ReadError> {
+        match self.sizes() {
+            // A zombie has no memory: its mappings read as empty and its sizes as zero.
+            Ok(Sizes { resident: 0, .. }) | Err(ReadError::Vanished { .. }) => {}
+            sizes => return sizes,
+        }
+        if !self.info.process.is_alive() {
+            return Err(ReadError::Vanished { pid: self.pid() });
+        }
+        self.surveys.statm = None;
+        self.sizes()
     }
 
     fn refresh_now(

@@ -66,6 +66,11 @@ impl Drop for Child {
     }
 }
 
+extern "C" fn serve_requests_in_thread(line: *mut libc::c_void) -> libc::c_int {
+    // SAFETY: the stream of the main thread, whose stack remains.
+    serve_requests(unsafe { &*line.cast::<UnixStream>() })
+}
+
 fn serve_requests(line: &UnixStream) -> ! {
     use std::os::fd::AsRawFd;
     let (fd, mut maps) = (line.as_raw_fd(), 0);
@@ -108,6 +113,16 @@ fn serve_requests(line: &UnixStream) -> ! {
                     continue;
                 }
                 b'n' => libc::prctl(libc::PR_SET_NAME, c"another".as_ptr()) == 0,
+                b't' => {
+                    // Another thread goes on, and the main thread ends.
+                    let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                    let stack = libc::mmap(std::ptr::null_mut(), BYTES, libc::PROT_READ | libc::PROT_WRITE, how, -1, 0);
+                    let shared = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
+                    let given = std::ptr::from_ref(line).cast_mut().cast();
+                    libc::write(fd, order.as_ptr().cast(), 1);
+                    libc::clone(serve_requests_in_thread, stack.byte_add(BYTES), shared, given);
+                    libc::syscall(libc::SYS_exit, 0) == 0
+                }
                 b'k' => libc::mlock(last, BYTES) == 0,
                 b's' => {
                     // Fails on kernels without KSM.
@@ -577,6 +592,34 @@ fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
     // SAFETY: the child is ours.
     unsafe { libc::waitpid(watched.child.pid, std::ptr::null_mut(), 0) };
+    assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
+}
+
+/// `/proc/PID` shows a zombie then, but another thread goes on with the same memory.
+#[test]
+fn a_process_whose_main_thread_has_ended_is_still_judged() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    watched.target.set_marked();
+    watched.child.request(b't');
+    pagefold_testkit::wait_until("the main thread has ended", || {
+        watched.target.info.process.stat().unwrap().has_ended()
+    });
+    watched.refresh_after(SECOND);
+    assert!(watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+    watched.child.request(b'k');
+    for _ in 0..4 {
+        watched.refresh_after(SECOND);
+    }
+    assert!(watched.at(FIRST).is_none());
+    assert!(
+        watched.target.left_out.iter().any(|(_, _, why)| *why == Exclusion::Locked),
+        "{:?}",
+        watched.target.left_out
+    );
+    watched.child.kill();
+    pagefold_testkit::wait_until("all threads have ended", || !watched.target.info.process.is_alive());
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
 }
 

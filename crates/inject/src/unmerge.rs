@@ -179,7 +179,7 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
     if stat.kernel_thread {
         return Err(InjectError::KernelThread { pid }.into());
     }
-    if stat.has_ended() {
+    if stat.is_zombie() {
         return Err(InjectError::Zombie { pid }.into());
     }
     Ok(())

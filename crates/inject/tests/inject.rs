@@ -4,9 +4,13 @@
 //! effect. We merge nothing: the memory of each victim is unique.
 
 use pagefold_engine::random::mix;
+use pagefold_engine::units::Vpn;
+use pagefold_inject::unmerge::{Unmerged, unmerge};
 use pagefold_inject::{
     Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
 };
+use pagefold_procmem::Roots;
+use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
 use pagefold_procmem::process::Process;
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{Freezer, Holder, send, skip, skip_unsupported, tids, victim_binary, wait_until};
@@ -216,6 +220,22 @@ fn each_process_that_cannot_be_injected_has_its_own_error() {
     assert_eq!(victim.mark(MARK), Err(InjectError::Vanished { pid: victim.pid() }));
     // An empty batch doesn't stop its target.
     assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
+}
+
+/// `/proc/PID` shows a zombie after the main thread's end, but the memory is still there.
+#[test]
+fn a_program_without_its_main_thread_is_read_and_unmerged() {
+    let Some(mut victim) = Victim::if_possible("leaderless") else { return };
+    victim.wait_state(b'Z');
+    assert_eq!(victim.mark(MARK).unwrap().results, [Ok(0)]);
+    let first = Vpn::of_address(victim.addr);
+    let mut read = 0;
+    let visit = |view: PageView<'_>| read += usize::from(view.bytes.is_some());
+    PageReader::new().read_runs(&victim.process, &[(first, 8)], ReadHow::default(), visit).unwrap();
+    assert_eq!(read, 8);
+    let injector = injector("worker");
+    unmerge(&victim.process, &injector.handle(), &Roots::default(), &mut Unmerged::default()).unwrap();
+    victim.finish("leaderless");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Identifies a file by device and inode, without asking the server of a network or FUSE file system.
 
+use crate::process::Process;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -15,9 +16,10 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// The executable of a process, given its directory in /proc; `None` if it has no executable. Asks no file server.
-    pub fn of_exe(process: &impl AsFd) -> Option<Self> {
-        Some(Found::of(process.as_fd(), Path::new("exe"), AtFlags::empty()).ok()?.id)
+    /// The executable of a process; `None` if it has none. Asks no file server.
+    pub fn of_exe(process: &Process) -> Option<Self> {
+        let path = process.path_of("exe");
+        Some(Found::of(process.as_fd(), Path::new(&*path), AtFlags::empty()).ok()?.id)
     }
 }
 

@@ -63,7 +63,7 @@ pub fn effective_user(process: &Process) -> io::Result<u32> {
 pub fn compare_address_spaces(one: &Process, other: &Process) -> Option<Ordering> {
     const KCMP_VM: libc::c_int = 1;
     // SAFETY: the call takes numbers only.
-    let order = unsafe { libc::syscall(libc::SYS_kcmp, one.pid(), other.pid(), KCMP_VM, 0, 0) };
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, one.tid(), other.tid(), KCMP_VM, 0, 0) };
     match order {
         0 => Some(Ordering::Equal),
         1 => Some(Ordering::Less),

@@ -102,31 +102,35 @@ pub struct PageReader {
 #[derive(Debug)]
 struct Files {
     pid: i32,
+    /// The thread that process_vm_readv names.
+    tid: i32,
     start_time_ticks: u64,
     pagemap: Pagemap,
-    /// A small file that can't be read any more once the process is reaped.
+    /// A small file that can't be read any more once this thread is reaped.
     liveness: File,
     mem: Option<File>,
 }
 
 impl Files {
     fn open(process: &Process) -> Result<Self, ReadError> {
+        let tid = process.tid();
         Ok(Self {
             pid: process.pid(),
+            tid,
             start_time_ticks: process.start_time_ticks(),
             pagemap: Pagemap::open(process)?,
-            liveness: process.open_file("oom_score_adj")?,
+            liveness: process.open_file(&format!("task/{tid}/oom_score_adj"))?,
             mem: None,
         })
     }
 
     fn is_of(&self, process: &Process) -> bool {
-        self.pid == process.pid() && self.start_time_ticks == process.start_time_ticks()
+        self.tid == process.tid() && (self.pid, self.start_time_ticks) == process.key()
     }
 
-    /// Checks that an earlier process_vm_readv has read the right process. The call takes a pid, which may have been
-    /// reused, or belong to another program after exec. Neither has happened if the process isn't reaped by now and its
-    /// old address space still exists.
+    /// Checks that an earlier process_vm_readv has read the right process. The call takes a thread's ID, which may have
+    /// been reused, or belong to another program after exec. Neither has happened if the thread isn't reaped by now and
+    /// its old address space still exists.
     fn check(&self) -> Result<(), ReadError> {
         let read = fault::io("read:oom_score_adj").and_then(|()| self.liveness.read_at(&mut [0; 8], 0));
         read.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;

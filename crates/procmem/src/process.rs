@@ -2,18 +2,23 @@
 //!
 //! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. We read everything through the
 //! descriptor: once the process is reaped, the kernel answers ESRCH there, even if the pid has been reused.
+//!
+//! If a program's main thread ends before others, `/proc/PID` shows a zombie without memory. Then we read the files of
+//! another thread, below `/proc/PID/task`.
 
 use crate::os::fault;
 use crate::os::fields::number;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Dir, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, Ordering};
 use thiserror::Error;
 
 /// Why we couldn't read a file below `/proc/PID`. Callers treat the cases differently.
@@ -68,6 +73,8 @@ pub struct Process {
     start_time_ticks: u64,
     dir: OwnedFd,
     pidfd: OnceLock<OwnedFd>,
+    /// If the main thread had ended when we last looked: a thread that was alive. Else 0.
+    survivor: AtomicI32,
 }
 
 impl Process {
@@ -87,7 +94,7 @@ impl Process {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ReadError::Vanished { pid }),
             Err(error) => return Err(ReadError::from_io(pid, "", error)),
         };
-        let mut process = Self { pid, start_time_ticks: 0, dir, pidfd: OnceLock::new() };
+        let mut process = Self { pid, start_time_ticks: 0, dir, pidfd: OnceLock::new(), survivor: AtomicI32::new(0) };
         process.start_time_ticks = process.stat()?.start_time_ticks;
         Ok(process)
     }
@@ -104,6 +111,23 @@ impl Process {
 
     pub fn key(&self) -> ProcessKey {
         (self.pid, self.start_time_ticks)
+    }
+
+    /// The thread that we read: the main thread or, after its end, another one.
+    pub fn tid(&self) -> i32 {
+        match self.survivor.load(Ordering::Relaxed) {
+            0 => self.pid,
+            tid => tid,
+        }
+    }
+
+    /// The path below `/proc/PID` by which we read a file.
+    pub(crate) fn path_of<'a>(&self, file: &'a str) -> Cow<'a, str> {
+        match self.survivor.load(Ordering::Relaxed) {
+            0 => file.into(),
+            _ if file.starts_with("task") => file.into(),
+            tid => format!("task/{tid}/{file}").into(),
+        }
     }
 
     /// A pidfd of this very process. We open it at the first call, and keep it open.
@@ -133,7 +157,13 @@ impl Process {
 
     pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
         self.fault(file)?;
-        let opened = openat(&self.dir, file, flags).map_err(|error| match error {
+        let mut opened = openat(&self.dir, &self.path_of(file), flags);
+        if opened.is_err() && self.tid() != self.pid {
+            // This thread may have ended, too.
+            self.stat()?;
+            opened = openat(&self.dir, &self.path_of(file), flags);
+        }
+        let opened = opened.map_err(|error| match error {
             // If the process has been reaped, all its files are missing. If it's alive, the kernel doesn't provide this
             // one.
             Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => ReadError::Vanished { pid: self.pid },
@@ -154,14 +184,46 @@ impl Process {
         Ok(bytes)
     }
 
+    /// The state of the process and its main thread. If the main thread has ended, we read another one from now on.
     pub fn stat(&self) -> Result<Stat, ReadError> {
-        let bytes = self.read_file("stat")?;
-        Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
+        let stat = self.stat_at("stat")?;
+        let survivor = if stat.has_ended() && !stat.is_zombie() { self.living_thread() } else { 0 };
+        self.survivor.store(survivor, Ordering::Relaxed);
+        Ok(stat)
+    }
+
+    fn stat_at(&self, file: &str) -> Result<Stat, ReadError> {
+        self.fault(file)?;
+        let from_io = |error| ReadError::from_io(self.pid, file, error);
+        let opened = match openat(&self.dir, file, OFlags::RDONLY) {
+            Err(Errno::NOENT) => return Err(ReadError::Vanished { pid: self.pid }),
+            opened => opened.map_err(|error| from_io(error.into()))?,
+        };
+        let mut bytes = Vec::new();
+        File::from(opened).read_to_end(&mut bytes).map_err(from_io)?;
+        Stat::parse(&bytes).map_err(|what| self.malformed(file, what))
+    }
+
+    /// A thread that hasn't ended, the same one as the last time if possible; 0 if there is none.
+    fn living_thread(&self) -> i32 {
+        let is_alive = |tid: i32| self.stat_at(&format!("task/{tid}/stat")).is_ok_and(|stat| !stat.has_ended());
+        let last = self.tid();
+        if is_alive(last) {
+            return last;
+        }
+        let Ok(threads) = openat(&self.dir, "task", OFlags::RDONLY).and_then(Dir::new) else { return 0 };
+        for entry in threads.flatten() {
+            let tid = entry.file_name().to_str().ok().and_then(|name| name.parse().ok());
+            if let Some(tid) = tid.filter(|&tid| is_alive(tid)) {
+                return tid;
+            }
+        }
+        0
     }
 
     /// Whether the process is alive (zombies aren't).
     pub fn is_alive(&self) -> bool {
-        self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
+        self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.is_zombie())
     }
 
     pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
@@ -209,9 +271,14 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// Whether the process is a zombie or being reaped, and so has no memory.
+    /// Whether this thread has ended. If it's the main thread, others may go on.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, b'Z' | b'X')
+    }
+
+    /// Whether a process has ended with all its threads, and so has no memory. To be asked of its main thread.
+    pub fn is_zombie(&self) -> bool {
+        self.has_ended() && self.threads <= 1
     }
 
     /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last

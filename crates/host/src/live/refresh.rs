@@ -336,6 +336,8 @@ impl LiveHost {
                     changed = true;
                     left_alone.extend(target.exclusion.as_ref().map(|why| (pid, why.to_string())));
                 }
+                // The thread that we've read has just ended; the next refresh reads another one.
+                Err(ReadError::Vanished { .. }) if target.info.process.is_alive() => {}
                 Err(ReadError::Vanished { .. }) => {
                     changed = true;
                     gone.push(pid);

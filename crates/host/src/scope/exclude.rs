@@ -226,7 +226,7 @@ impl fmt::Display for Exclusion {
 
 /// Whether a process runs a program whose command line may have an opt-out.
 pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
-    !info.stat.has_ended() && opt_out_qemu::is_qemu(&info.program())
+    !info.stat.is_zombie() && opt_out_qemu::is_qemu(&info.program())
 }
 
 /// Whether the administrator has allowed the program by name, which lets it in even if it isn't dumpable.
@@ -238,7 +238,7 @@ fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
 pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
     if info.stat.kernel_thread {
         Some(Exclusion::KernelThread)
-    } else if info.stat.has_ended() {
+    } else if info.stat.is_zombie() {
         Some(Exclusion::Zombie)
     } else if dumpable == Dumpable::No && !is_allowed(info, deny) {
         Some(Exclusion::NotDumpable)

@@ -22,7 +22,7 @@ fn each_rule_for_processes_excludes() {
     assert_eq!(judge(&info()), None);
     assert_eq!(judge_process(&info(), Dumpable::Unknown, &deny), None);
     assert_eq!(judge(&with(|info| info.stat.kernel_thread = true)), Some(Exclusion::KernelThread));
-    assert_eq!(judge(&with(|info| info.stat.state = b'Z')), Some(Exclusion::Zombie));
+    assert_eq!(judge(&with(|info| (info.stat.state, info.stat.threads) = (b'Z', 1))), Some(Exclusion::Zombie));
     assert_eq!(judge_process(&info(), Dumpable::No, &deny), Some(Exclusion::NotDumpable));
     assert_eq!(judge(&with(|info| info.status.tracer = 7)), Some(Exclusion::Traced { by: 7 }));
     assert_eq!(judge(&with(|info| info.is_readable = false)), Some(Exclusion::NotReadable));

@@ -209,14 +209,9 @@ impl Entry {
 
 fn has_ended((pid, started): ProcessKey, roots: &Roots) -> bool {
     match Process::open_at(&roots.proc, pid) {
-        Ok(process) => process.start_time_ticks() != started || is_zombie(&process),
+        Ok(process) => process.start_time_ticks() != started || process.stat().is_ok_and(|stat| stat.is_zombie()),
         Err(error) => matches!(error, ReadError::Vanished { .. }),
     }
-}
-
-/// Whether a process has ended with all its threads: after the leader's end, other threads may still fork.
-fn is_zombie(process: &Process) -> bool {
-    process.stat().is_ok_and(|stat| stat.has_ended() && stat.threads <= 1)
 }
 
 /// An entry for each selector of a scope.

@@ -138,7 +138,7 @@ impl Selection {
         let is_named = self.named.contains(&pid);
         let process = Arc::new(Process::open_at(&self.roots.proc, pid)?);
         let stat = process.stat()?;
-        if !is_named && (stat.kernel_thread || stat.has_ended()) {
+        if !is_named && (stat.kernel_thread || stat.is_zombie()) {
             return Ok(None);
         }
         let mut info = ProcessInfo::with_stat(&process, stat)?;

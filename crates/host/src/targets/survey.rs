@@ -58,7 +58,7 @@ const LEFT_OUT_MOST: usize = 256;
 /// The surveys of a process, and the sizes that tell us when one is due.
 #[derive(Debug, Default)]
 pub(super) struct Surveys {
-    statm: Option<File>,
+    pub(super) statm: Option<File>,
     /// Pages mapped at the last refresh.
     pub(super) mapped: u64,
     /// Whether there has been a survey.

@@ -118,7 +118,7 @@ impl Batch {
     ) -> Result<(), ReadError> {
         self.find(files, frames, how)?;
         if how.contents != Contents::Present {
-            self.read_private(files.pid)?;
+            self.read_private(files.tid)?;
         }
         self.read_shared(files, process, how.contents)?;
         files.check()
@@ -165,7 +165,7 @@ impl Batch {
             let merged = slot.state == PageState::Merged || slot.lone;
             slot.state = if merged { PageState::Private } else { PageState::Absent };
         }
-        self.read_private(files.pid)?;
+        self.read_private(files.tid)?;
         files.check()?;
         Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
@@ -287,7 +287,7 @@ impl Batch {
     }
 
     /// Reads the private pages, with one system call unless some have gone.
-    pub(super) fn read_private(&mut self, pid: i32) -> Result<(), ReadError> {
+    pub(super) fn read_private(&mut self, tid: i32) -> Result<(), ReadError> {
         let Self { slots, buffer, wanted, local, remote, .. } = self;
         wanted.clear();
         for (slot, position) in slots.iter().zip(0..) {
@@ -304,7 +304,7 @@ impl Batch {
                 extend(local, count(buffer[position].as_mut_ptr().expose_provenance()));
                 extend(remote, slots[position].page.address());
             }
-            let read = process_vm_readv(pid, local, remote)?;
+            let read = process_vm_readv(tid, local, remote)?;
             // The kernel reads page by page and stops at the first that it can't read: the pages before are complete.
             let whole = (read / PAGE_SIZE).min(rest.len());
             let (good, failed) = rest.split_at(whole);

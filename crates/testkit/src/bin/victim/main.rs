@@ -69,6 +69,7 @@ fn run(mode: &str) -> Result<(), String> {
     match mode {
         "busy" => states::busy(),
         "idle" => states::command().map(drop),
+        "leaderless" => states::leaderless(),
         "sleeper" => states::sleeper(),
         "stopped" => states::stopped(),
         "vfork" => states::vfork(800_000),

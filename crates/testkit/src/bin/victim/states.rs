@@ -1,7 +1,7 @@
 //! Modes that don't just block in a call.
 
 use crate::blocking::{forked, pipe, word};
-use crate::checks::{HARMLESS, LONG_MS, Memory, PAGES};
+use crate::checks::{HARMLESS, LONG_MS, Memory, PAGES, report};
 use crate::hold::call;
 use crate::system::{anonymous, sleep_us};
 use crate::torture::is_asked_to_end;
@@ -31,6 +31,16 @@ pub fn busy() -> Result<(), String> {
             return Err("a computation went wrong".into());
         }
     }
+    Ok(())
+}
+
+/// The main thread ends, and another one waits for a byte.
+pub fn leaderless() -> Result<(), String> {
+    std::thread::spawn(|| {
+        report(command().map(drop));
+        std::process::exit(0)
+    });
+    unsafe { libc::syscall(libc::SYS_exit, 0) };
     Ok(())
 }
 
