@@ -2,12 +2,12 @@
 //!
 //! Only the process itself can query it (PR_GET_DUMPABLE). From outside we see it in two ways:
 //! - The files below `/proc/PID` belong to the effective user of the process, but to root if it isn't dumpable. That
-//!   covers every process that doesn't run as root (or as root of its container).
+//!   covers every process in our user namespace that doesn't run as root.
 //! - The kernel's ptrace access check passes for a caller with the same users and groups if the target is dumpable or
 //!   the caller has CAP_SYS_PTRACE. So for processes of our own users and groups we drop that capability in this thread
 //!   for one system call that makes the check.
 //!
-//! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
+//! The attribute remains unknown for dumpable processes in other user namespaces, for processes with mixed
 //! users, and for processes of our own user that have capabilities which we've dropped (the check fails for these as
 //! well). [`ask_inside`] makes such a process query it, which stops the process once; without an injector, a child of
 //! ours makes the check from within the process's namespace. If neither is possible, for example while the process
@@ -160,7 +160,7 @@ pub enum Dumpable {
 
 /// Finds out the attribute from outside. Unknown for kernel threads and zombies, which have no memory.
 pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
-    if info.stat.kernel_thread || info.stat.has_ended() {
+    if info.stat.kernel_thread || info.stat.is_zombie() {
         return Ok(Dumpable::Unknown);
     }
     let process = &info.process;
@@ -171,18 +171,12 @@ pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
     if owner != user {
         return Ok(Dumpable::No);
     }
-    // Equal owners tell us nothing if the user is root in the namespace, who owns the files of non-dumpable processes
-    // there.
-    let is_namespace_root = match process.read_file("uid_map") {
-        Err(ReadError::Absent { .. }) if !has_user_namespaces() => false,
-        read => id_inside(&read?, user) == Some(0),
-    };
+    // In another namespace equal owners tell us nothing: the files of a non-dumpable process belong to root of the
+    // namespace where it called exec, and that may be this user. The access check passes for the owner of a namespace in
+    // any case.
     Ok(match user {
-        // We only check in our own namespace: the check passes for the owner of another one, whether the process is
-        // dumpable or not.
-        0 if is_in_our_user_namespace(process)? => check_access(process.pid(), &info.status),
-        0 => Dumpable::Unknown,
-        _ if is_namespace_root => Dumpable::Unknown,
+        _ if !is_in_our_user_namespace(process)? => Dumpable::Unknown,
+        0 => check_access(process.tid(), &info.status),
         _ => Dumpable::Yes,
     })
 }
@@ -195,6 +189,7 @@ fn has_user_namespaces() -> bool {
 fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
     let file = match process.open_file("ns/user") {
         Err(ReadError::Absent { .. }) if !has_user_namespaces() => return Ok(true),
+        Err(ReadError::Denied { .. }) => return Ok(false),
         file => file?,
     };
     let found = file.metadata();

@@ -10,7 +10,7 @@ const YES: i32 = 10;
 const NO: i32 = 11;
 const UNKNOWN: i32 = 12;
 
-/// Whether others may read the memory of a process that is root of a user namespace. From outside, the kernel's ptrace
+/// Whether others may read the memory of a process in another user namespace. From outside, the kernel's ptrace
 /// check passes just because we own the namespace, and tells us nothing. So a child enters the namespace as the same user
 /// and asks from there.
 pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
@@ -25,7 +25,7 @@ pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
     // SAFETY: the child makes system calls only, on memory of its own, and ends by _exit.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let end = check(&namespace, user, group, process.pid());
+        let end = check(&namespace, user, group, process.tid());
         // SAFETY: ends the child, without running anything of its parent's.
         unsafe { libc::_exit(end) };
     }

@@ -61,6 +61,36 @@ fn root_of_a_user_namespace_is_asked_from_within_it() {
     }
 }
 
+/// The namespace's root, whose files would look the same, may be any user of a namespace around it.
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn a_user_of_another_namespace_is_not_judged_by_the_owner_of_its_files() {
+    // SAFETY: the call takes no arguments.
+    if unsafe { libc::geteuid() } != 0 {
+        return pagefold_testkit::skip("changing the user needs root");
+    }
+    for (dumpable, expected) in [(1, Dumpable::Unknown), (0, Dumpable::No)] {
+        let child = Forked::start(|| {
+            // SAFETY: plain system calls; changing the user clears the attribute, so we set it again.
+            unsafe {
+                libc::syscall(libc::SYS_setresgid, 65534, 65534, 65534);
+                libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534);
+                libc::prctl(libc::PR_SET_DUMPABLE, 1);
+                assert_eq!(libc::unshare(libc::CLONE_NEWUSER), 0);
+            }
+            for (file, text) in [("setgroups", "deny"), ("gid_map", "7 65534 1"), ("uid_map", "7 65534 1")] {
+                fs::write(Path::new("/proc/self").join(file), text).unwrap();
+            }
+            // SAFETY: a plain system call.
+            unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable) };
+        });
+        let process = Arc::new(Process::open(child.0).unwrap());
+        let info = ProcessInfo::of(&process).unwrap();
+        assert_eq!(super::dumpable(&info).unwrap(), expected);
+        assert_eq!(ask_inside(&info) == Dumpable::Yes, dumpable == 1);
+    }
+}
+
 #[test]
 fn ids_inside_a_user_namespace_are_found() {
     assert_eq!(id_inside(b"         0          0 4294967295\n", 7), Some(7));
