@@ -1,4 +1,5 @@
-//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, every
+//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark (many spans
+//! of one process share a line), every
 //! merge on request, every user's request to exclude or include processes, and the command's beginning and end. It
 //! contains no memory contents and no digests of them.
 //!
@@ -10,21 +11,24 @@ mod entry;
 mod file;
 
 use crate::config::ownership::shown;
-pub use entry::{Change, Demand, Entry, Owner};
+pub use entry::{Change, Changes, Demand, Entry, Owner};
 use file::LogFile;
 use pagefold_text::exit::Exit;
 use pagefold_text::sink::Sink;
 use pagefold_text::style::visible_json;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, SystemTime};
 
 const SCHEMA: &str = "pagefold.audit/1";
 /// Bytes of lines that may wait to be written: about 8,000 lines, more than a cycle makes.
 const ROOM: usize = 4 << 20;
+/// How much of this lines about one user's processes may take, so that no user can displace the others' lines.
+const ROOM_OF_USER: usize = ROOM / 4;
 /// How long the end of the run waits for the log.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
@@ -42,14 +46,33 @@ pub struct Audit {
     complain: Sender<String>,
     /// Whether we lost the last line because too many were waiting.
     is_stalled: bool,
+    /// Bytes of the waiting lines about each user's processes.
+    waiting: BTreeMap<u32, Arc<AtomicUsize>>,
+    /// Lines that we've dropped since the last one, because too many about the same user were waiting.
+    dropped: u64,
 }
 
 /// Work for the thread.
 #[derive(Debug)]
 enum Order {
-    Write(String),
+    Write(Line),
     /// Open the file again by its name.
     Reopen,
+}
+
+#[derive(Debug)]
+struct Line {
+    text: String,
+    /// How many lines are missing before this one.
+    missing: u64,
+    /// The bytes of all waiting lines about the same user.
+    waiting: Arc<AtomicUsize>,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.waiting.fetch_sub(self.text.len(), Ordering::Relaxed);
+    }
 }
 
 impl Audit {
@@ -71,6 +94,8 @@ impl Audit {
             complaints,
             complain,
             is_stalled: false,
+            waiting: BTreeMap::new(),
+            dropped: 0,
         })
     }
 
@@ -93,12 +118,22 @@ impl Audit {
             // If the thread can't start, the queue fills up, and then we report that the log takes no more lines.
             let _ = self.orders.start("audit", move |next| file.serve(next));
         }
-        let line = line_of(entry, time);
-        let bytes = line.len();
+        let text = line_of(entry, time);
+        let bytes = text.len();
+        let waiting = self.waiting_of(entry.user());
+        if waiting.fetch_add(bytes, Ordering::Relaxed) + bytes > ROOM_OF_USER && entry.user().is_some() {
+            waiting.fetch_sub(bytes, Ordering::Relaxed);
+            self.dropped += 1;
+            self.lost.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
         let was_stalled = self.is_stalled;
+        let line = Line { text, missing: self.dropped, waiting };
         self.is_stalled = !self.orders.put(Order::Write(line), bytes);
         if self.is_stalled {
             self.lost.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.dropped = 0;
         }
         if self.is_stalled && !was_stalled {
             let _ = self.complain.send(format!(
@@ -106,6 +141,13 @@ impl Audit {
                 self.shown
             ));
         }
+    }
+
+    /// The bytes of waiting lines about a user.
+    fn waiting_of(&mut self, user: Option<u32>) -> Arc<AtomicUsize> {
+        let Some(user) = user else { return Arc::default() };
+        self.waiting.retain(|_, waiting| Arc::strong_count(waiting) > 1);
+        Arc::clone(self.waiting.entry(user).or_default())
     }
 
     /// The complaints about lines lost since the last call.

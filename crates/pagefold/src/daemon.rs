@@ -4,7 +4,7 @@
 //! manager has passed, before anything opens a file. It opens [`Outputs`] while we still have all rights. Then the
 //! caller gives up rights, and only after that, [`Daemon`] starts threads and makes the control socket.
 
-use crate::audit::Entry;
+use crate::audit::{Change, Changes, Entry};
 use crate::backend::Backend;
 use crate::background::Background;
 use crate::commands::run::progress::{LeftAlone, Progress};
@@ -197,6 +197,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
     }
 
     fn report_events(&mut self) {
+        let mut withdrawn: BTreeMap<i32, Changes> = BTreeMap::new();
         for event in self.backend.take_events() {
             match event {
                 Event::LeftAlone { pid, name, why } => {
@@ -205,7 +206,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 }
                 Event::Withdrawn { pid, result, reason } => {
                     if let Some(owner) = self.backend.owner(pid) {
-                        self.active.log(&Entry::withdrawn(owner, &result, reason));
+                        withdrawn.entry(pid).or_default().add(Change::withdrawn(owner, &result, reason));
                     }
                 }
                 Event::Overridden { pid, opt_out } => {
@@ -224,6 +225,9 @@ impl<'a, B: Backend> Daemon<'a, B> {
                     self.facts.stood_down = Some(why);
                 }
             }
+        }
+        for change in withdrawn.into_values().flatten() {
+            self.active.log(&Entry::Unmark(change));
         }
     }
 
@@ -352,12 +356,17 @@ impl Cycles {
 
 /// Writes the results of a cycle to the audit log.
 pub fn log_outcome<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
-    for (mark, results) in [(true, &outcome.marked), (false, &outcome.unmarked)] {
+    for (entry, results) in [(Entry::Mark as fn(Change) -> Entry, &outcome.marked), (Entry::Unmark, &outcome.unmarked)]
+    {
+        let mut of_processes: BTreeMap<i32, Changes> = BTreeMap::new();
         for result in results {
             let Some(pid) = backend.pid_of(result.change.span.region) else { continue };
             if let Some(owner) = backend.owner(pid) {
-                active.log(&Entry::changed(owner, mark, result));
+                of_processes.entry(pid).or_default().add(Change::of(owner, result));
             }
+        }
+        for change in of_processes.into_values().flatten() {
+            active.log(&entry(change));
         }
     }
     log_merges(active, backend, outcome);

@@ -310,6 +310,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("first, last, bytes", "The range"),
             ("why.kind, why.sentence", "duplicate, cow-broken, charge, asked, excluded, memory-short or opted-out; the reason as a sentence, with figures"),
             ("with_pid", "Of merge: the process whose pages stay; null for the zero page"),
+            ("spans", "Of the 17th line about a process in a cycle: how many spans it sums up. The range contains them"),
             ("outcome, done_bytes", "done, busy (pagefold tries again) or refused; the bytes done"),
         ],
     },

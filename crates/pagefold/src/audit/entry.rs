@@ -62,6 +62,21 @@ pub struct Owner {
     pub domain: Option<String>,
 }
 
+/// The most bytes that we keep of a name: users choose their programs' and cgroups' names, of up to 4 KiB.
+const NAME_BYTES: usize = 256;
+
+fn cut(mut name: String) -> String {
+    if name.len() > NAME_BYTES {
+        let mut end = NAME_BYTES;
+        while !name.is_char_boundary(end) {
+            end -= 1;
+        }
+        name.truncate(end);
+        name.push('…');
+    }
+    name
+}
+
 impl Owner {
     /// Describes a process in the trust domain `domain`.
     pub fn of(info: &ProcessInfo, domain: Option<&String>) -> Self {
@@ -69,10 +84,10 @@ impl Owner {
             pid: info.pid(),
             start_time_ticks: info.process.start_time_ticks(),
             name: info.name.clone(),
-            exe: info.exe.as_deref().map(shown),
+            exe: info.exe.as_deref().map(shown).map(cut),
             uid: Some(info.uid()),
-            cgroup: info.cgroups.path.clone(),
-            domain: domain.cloned(),
+            cgroup: info.cgroups.path.clone().map(cut),
+            domain: domain.cloned().map(cut),
         }
     }
 }
@@ -87,6 +102,36 @@ pub struct Change {
     pub why: Reason,
     #[serde(flatten)]
     pub outcome: Outcome,
+    /// How many spans this line sums up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    spans: Option<usize>,
+}
+
+/// The most lines about one process in one cycle, not counting the one that sums up the rest.
+const LINES_MOST: usize = 16;
+
+/// The changes to one process in one cycle.
+#[derive(Debug, Default)]
+pub struct Changes {
+    lines: Vec<Change>,
+}
+
+impl Changes {
+    pub fn add(&mut self, change: Change) {
+        match self.lines.get_mut(LINES_MOST) {
+            Some(rest) => rest.join(change),
+            None => self.lines.push(change),
+        }
+    }
+}
+
+impl IntoIterator for Changes {
+    type Item = Change;
+    type IntoIter = std::vec::IntoIter<Change>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.lines.into_iter()
+    }
 }
 
 /// One cycle's requests to merge pages of one process with pages of another, or with the zero page.
@@ -160,10 +205,14 @@ impl From<Marking> for Outcome {
 }
 
 impl Entry {
-    /// The result of an order to mark (or unmark) a span of a process.
-    pub fn changed(owner: Owner, mark: bool, result: &ChangeResult) -> Self {
-        let change = Change::of(owner, result);
-        if mark { Self::Mark(change) } else { Self::Unmark(change) }
+    /// The user whose process the line is about.
+    pub(super) fn user(&self) -> Option<u32> {
+        match self {
+            Self::Mark(change) | Self::Unmark(change) => change.owner.uid,
+            Self::Merge(merge) => merge.owner.uid,
+            Self::Override(overridden) => overridden.owner.uid,
+            _ => None,
+        }
     }
 
     /// The results of one cycle's requests to merge a process's pages.
@@ -184,25 +233,43 @@ impl Entry {
     pub fn overridden(owner: Owner, opt_out: String) -> Self {
         Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
     }
-
-    /// The result of removing marks that mustn't stay, and the reason.
-    pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
-        let mut change = Change::of(owner, result);
-        change.why.sentence = reason;
-        Self::Unmark(change)
-    }
 }
 
 impl Change {
-    fn of(owner: Owner, result: &ChangeResult) -> Self {
+    /// The result of removing marks that mustn't stay, and the reason.
+    pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
+        let mut change = Self::of(owner, result);
+        change.why.sentence = reason;
+        change
+    }
+
+    /// The result of an order to mark or unmark a span of a process.
+    pub fn of(owner: Owner, result: &ChangeResult) -> Self {
         let span = result.change.span;
         let start = span.first.address();
         Self::new(owner, start, start + span.pages.bytes().0, result.change.why, result.marking.into())
     }
 
+    /// Makes this line sum up another one, too.
+    fn join(&mut self, other: Self) {
+        self.spans = Some(self.spans.unwrap_or(1) + 1);
+        self.bytes += other.bytes;
+        self.outcome.done_bytes += other.outcome.done_bytes;
+        if self.outcome.outcome != "done" && other.outcome.outcome != "refused" {
+            self.outcome.outcome = other.outcome.outcome;
+        }
+        // These are hexadecimal numbers.
+        if (other.first.len(), &other.first) < (self.first.len(), &self.first) {
+            self.first = other.first;
+        }
+        if (other.last.len(), &other.last) > (self.last.len(), &self.last) {
+            self.last = other.last;
+        }
+    }
+
     fn new(owner: Owner, start: u64, end: u64, why: Why, outcome: Outcome) -> Self {
         let first = format!("{start:x}");
         let last = format!("{:x}", end - 1);
-        Self { owner, first, last, bytes: end - start, why: why.into(), outcome }
+        Self { owner, first, last, bytes: end - start, why: why.into(), outcome, spans: None }
     }
 }

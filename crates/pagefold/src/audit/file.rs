@@ -38,7 +38,8 @@ impl LogFile {
     pub(super) fn serve(&mut self, next: Next<Order>) {
         match next {
             Next::Item(Order::Write(line)) => {
-                if let Err(error) = self.write(&line) {
+                self.missing += line.missing;
+                if let Err(error) = self.write(&line.text) {
                     self.missing += 1;
                     self.lost.fetch_add(1, Ordering::Relaxed);
                     self.complain_once(&error);

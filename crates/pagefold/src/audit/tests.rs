@@ -20,7 +20,52 @@ fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
         domain: Some("default".into()),
     };
     let span = Span { region: RegionKey(1), first: Vpn::of_address(0x7f00_0000_0000), pages: Pages(512) };
-    Entry::changed(owner, mark, &ChangeResult { change: pagefold_engine::host::Change { span, why }, marking })
+    let change = pagefold_engine::host::Change { span, why };
+    let change = Change::of(owner, &ChangeResult { change, marking });
+    if mark { Entry::Mark(change) } else { Entry::Unmark(change) }
+}
+
+fn change(uid: u32) -> Change {
+    let Entry::Mark(mut change) = entry(true, Why::Asked, Marking::Done(Pages(512))) else { unreachable!() };
+    change.owner.uid = Some(uid);
+    change
+}
+
+#[test]
+fn many_changes_to_one_process_share_a_line() {
+    let mut changes = Changes::default();
+    (0..1_000).for_each(|_| changes.add(change(1)));
+    let lines: Vec<Change> = changes.into_iter().collect();
+    let rest = serde_json::to_value(&lines[16]).unwrap();
+    assert_eq!((lines.len(), &rest["spans"], &rest["done_bytes"]), (17, &984.into(), &(984_u64 * (512 << 12)).into()));
+    assert_eq!(serde_json::to_value(&lines[15]).unwrap()["spans"], Value::Null);
+}
+
+#[test]
+fn one_users_lines_displace_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    let mut file = audit.file.take().unwrap();
+    let (answer, answers) = channel::<()>();
+    let serve = move |next| {
+        let _ = answers.recv();
+        file.serve(next);
+    };
+    audit.orders.start("test", serve).unwrap();
+    let tries = 10_000;
+    (0..tries).for_each(|_| audit.write(&Entry::Mark(change(1))));
+    let lost = audit.lost();
+    assert!(lost > tries / 2, "{lost}");
+    audit.write(&Entry::Mark(change(2)));
+    assert_eq!(audit.lost(), lost);
+    drop(answer);
+    assert_eq!(settled(&mut audit), [""; 0]);
+    let lines = lines(&path);
+    let last = &lines[lines.len() - 2..];
+    assert_eq!((&last[0]["lost"], &last[1]["uid"]), (&lost.into(), &2.into()));
+    audit.write(&Entry::Mark(change(1)));
+    assert_eq!((settled(&mut audit), audit.lost()), (Vec::new(), lost));
 }
 
 fn end() -> Entry {
