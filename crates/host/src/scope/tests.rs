@@ -357,7 +357,7 @@ fn a_process_in_a_cgroup_that_we_cannot_read_is_left_alone_whatever_is_overridde
     let long = format!("0::{}\n", ["/", &"x".repeat(203)].concat().repeat(20));
     for (text, levels, is_read) in [("0::/a/b\n", 2, true), (deep.as_str(), 64, false), (long.as_str(), 20, false)] {
         let mut info = ProcessInfo::fixture("x", 1, None);
-        info.cgroups = judge.cgroup_info(text.into());
+        info.cgroups = judge.cgroup_info(Some(text.into()));
         assert_eq!(info.cgroups.all[0].path.matches('/').count(), levels);
         assert_eq!(info.cgroups.limiting.is_empty(), levels == 64);
         let verdict = judge.judge(&mut info, Dumpable::Yes, None, false);
