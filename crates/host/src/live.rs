@@ -388,12 +388,7 @@ impl LiveHost {
     }
 
     /// Groups runs by region, leaving out processes that we may not read.
-    fn region_reads(
-        &self,
-        runs: &[PageRun],
-        plan: &SamplePlan,
-        may_be_read: impl Fn(&Target) -> bool,
-    ) -> Vec<RegionRead> {
+    fn region_reads(&self, runs: &[PageRun], plan: &SamplePlan, may_be_read: fn(&Target) -> bool) -> Vec<RegionRead> {
         let mut reads = Vec::new();
         for same_region in runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
@@ -446,9 +441,10 @@ impl LiveHost {
 
     /// The job that reads the pages of a plan.
     fn sampling_job(&self, plan: &SamplePlan) -> SamplingJob {
+        let may_be_looked_at = if plan.count { Target::may_be_counted } else { Target::may_be_read };
         SamplingJob {
             reads: self.region_reads(&plan.runs, plan, Target::may_be_read),
-            looks: self.region_reads(&plan.inspect, plan, Target::may_be_counted),
+            looks: self.region_reads(&plan.inspect, plan, may_be_looked_at),
             charged_to: plan.charged_to.and_then(|key| Some(self.limits.name(key)?.to_owned())),
             count: plan.count.then(|| self.may_have_zeros()),
             hash_mode: self.hash_mode(plan),
