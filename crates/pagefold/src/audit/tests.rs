@@ -62,8 +62,8 @@ fn one_users_lines_displace_no_others() {
     drop(answer);
     assert_eq!(settled(&mut audit), [""; 0]);
     let lines = lines(&path);
-    let last = &lines[lines.len() - 2..];
-    assert_eq!((&last[0]["lost"], &last[1]["uid"]), (&lost.into(), &2.into()));
+    let tail = &lines[lines.len() - 2..];
+    assert_eq!((&tail[0]["lost"], &tail[1]["uid"]), (&lost.into(), &2.into()));
     audit.write(&Entry::Mark(change(1)));
     assert_eq!((settled(&mut audit), audit.lost()), (Vec::new(), lost));
 }
