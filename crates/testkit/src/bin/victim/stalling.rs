@@ -142,7 +142,7 @@ fn read_stalled_file() {
 /// Uses more of the stack than this program does later. Returns an address in the page below.
 #[inline(never)]
 fn touch_stack() -> usize {
-    let used = std::hint::black_box([1_u8; 48 << 10]);
+    let used = std::hint::black_box([1_u8; 16 << 10]);
     used.as_ptr() as usize - 4096
 }
 
