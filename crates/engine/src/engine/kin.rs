@@ -177,7 +177,7 @@ impl Engine {
         let now_ns = self.snapshot.now_ns;
         let mut may_be = region.is_kin(kin) && region.view.lineage != kin.view.lineage;
         for side in [region, kin] {
-            may_be &= side.may_be_requested(now_ns, &self.config) && !side.has_relatives;
+            may_be &= side.may_be_requested(now_ns, &self.config) && side.relatives.is_none();
             may_be &= side.usage.readings_due == 0 && side.usage.contents.is_none();
             may_be &= !self.room.headroom.is_limited(side.view.owner);
         }
