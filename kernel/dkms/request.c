@@ -1577,8 +1577,11 @@ static bool item_needed(struct ksm_rmap_item *item)
 	return needed;
 }
 
-/* Called and returns with ksm_mmlist_lock held. Returns the next slot, or the same one with reap_from, if the budget is spent. */
-static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
+/*
+ * Called and returns with ksm_mmlist_lock held. Returns the next slot, or the same one with reap_from, if the budget is spent. A slot
+ * that is done is put on a list: without the lock, ksm_exit() may free the next one.
+ */
+static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget, struct list_head *done)
 {
 	struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
 	struct ksm_rmap_item *item;
@@ -1623,14 +1626,20 @@ static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
 			k_ksm_scan->seqnr++;
 	}
 	hash_del(&slot->hash);
-	list_del(&slot->mm_node);
-	spin_unlock(k_ksm_mmlist_lock);
-	mm_flags_clear(MMF_VM_MERGE_ANY, slot->mm);
-	mm_flags_clear(MMF_VM_MERGEABLE, slot->mm);
-	mmdrop(slot->mm);
-	kfree(mm_slot);
-	spin_lock(k_ksm_mmlist_lock);
+	list_move(&slot->mm_node, done);
 	return next;
+}
+
+static void free_slots(struct list_head *done)
+{
+	struct mm_slot *slot, *next;
+
+	list_for_each_entry_safe(slot, next, done, mm_node) {
+		mm_flags_clear(MMF_VM_MERGE_ANY, slot->mm);
+		mm_flags_clear(MMF_VM_MERGEABLE, slot->mm);
+		mmdrop(slot->mm);
+		kfree(container_of(slot, struct ksm_mm_slot, slot));
+	}
 }
 
 /*
@@ -1694,6 +1703,7 @@ static void prune(struct work_struct *work)
 static unsigned long reap_some(void)
 {
 	struct mm_slot *slot;
+	LIST_HEAD(done);
 	unsigned long delay = 0;
 	int budget = REAP_BATCH;
 
@@ -1722,12 +1732,13 @@ static unsigned long reap_some(void)
 			slot = list_next_entry(slot, mm_node);
 			delay = REAP_DELAY;
 		} else {
-			slot = reap_slot(slot, &budget);
+			slot = reap_slot(slot, &budget, &done);
 			reap_at = NULL;
 		}
 	}
 	reap_at = slot == &k_ksm_mm_head->slot ? NULL : slot;
 	spin_unlock(k_ksm_mmlist_lock);
+	free_slots(&done);
 	mutex_unlock(k_ksm_thread_mutex);
 	return reap_at ? 1 : delay;
 }
