@@ -2,9 +2,8 @@
 /*
  * /dev/ksm for stock kernels: merging of pages that the caller names. See README.md, and abi.h for the interface.
  *
- * Up to MERGE_BATCH pairs of two page tables are done at once: under both page table locks, their ptes are cleared and
- * flushed, the pages compared while no process can write to them, and the final ptes set. So nothing is ever half done, and
- * what does not merge is as it was. The kernel series beside this does it in the same way, with the same names.
+ * Up to MERGE_BATCH pairs of two page tables are done at once: under both page table locks, their ptes are made read-only, the
+ * pages compared, and the final ptes set. So nothing is ever half done, and what does not merge is as it was. The kernel series beside this does it in the same way, with the same names.
  *
  * KSM knows the pages as its own: they have stable nodes, on migrate_nodes, and rmap_items in the sorted list of their mm.
  *
@@ -114,8 +113,6 @@ static void drop_rmap_item(struct ksm_rmap_item *item)
 
 /* As many as a folio_batch holds */
 #define MERGE_BATCH	FOLIO_BATCH_SIZE
-/* With ptes cleared, others wait for no more comparisons than this */
-#define MERGE_LEAST	10
 /* ksm_thread_mutex is dropped after this many pages */
 #define MERGE_CHUNK	1024
 
@@ -135,9 +132,10 @@ struct merge_side {
 	struct mmu_notifier_range range;
 	struct merge_page {
 		struct folio *folio;
-		pte_t entry;			/* if cleared */
+		pte_t entry;			/* if the pte is another */
 		struct ksm_rmap_item *item;	/* if it got one */
-		bool cleared;
+		bool cleared, protected;	/* the pte */
+		bool exclusive;			/* the page was, before that */
 		bool locked;
 	} page[MERGE_BATCH];
 	/* New rmap_items, sorted, and for those that came out of order, lists of this mm's: see end_run() */
@@ -203,7 +201,7 @@ static bool merge_contents_equal(struct page *keep, struct page *take)
 	return keep ? merge_pages_equal(keep, take) : merge_page_is_zero(take);
 }
 
-/* Most pairs that differ do so in one of these eight words, and need no pte cleared */
+/* Most pairs that differ do so in one of these eight words, and need no pte changed */
 static bool merge_looks_equal(struct page *keep, struct page *take)
 {
 	u64 *a = kmap_local_page(take);
@@ -430,20 +428,32 @@ static bool merge_trylock(struct merge_ctx *ctx, struct merge_page *page,
 	return false;
 }
 
+/* Clear a pte, again if it has been made read-only */
 static void merge_clear(struct merge_side *side, unsigned int i)
 {
-	unsigned long addr = side->addr + i * PAGE_SIZE;
+	struct merge_page *page = &side->page[i];
+	pte_t entry = ptep_get_and_clear(side->mm, side->addr + i * PAGE_SIZE, side->pte + i);
 
-	side->page[i].entry = ptep_get_and_clear(side->mm, addr, side->pte + i);
-	side->page[i].cleared = true;
+	if (!page->protected)
+		page->entry = entry;
+	else if (pte_young(entry))
+		page->entry = pte_mkyoung(page->entry);
+	page->cleared = true;
 }
 
 static void merge_restore(struct merge_side *side, unsigned int i)
 {
-	if (side->page[i].cleared)
-		set_pte_at(side->mm, side->addr + i * PAGE_SIZE, side->pte + i,
-			   side->page[i].entry);
-	side->page[i].cleared = false;
+	struct merge_page *page = &side->page[i];
+
+	if (page->protected && !page->cleared && pte_young(ptep_get(side->pte + i)))
+		page->entry = pte_mkyoung(page->entry);
+	if (page->exclusive)
+		SetPageAnonExclusive(&page->folio->page);
+	if (page->cleared || page->protected)
+		set_pte_at(side->mm, side->addr + i * PAGE_SIZE, side->pte + i, page->entry);
+	page->cleared = false;
+	page->protected = false;
+	page->exclusive = false;
 }
 
 /*
@@ -459,6 +469,26 @@ static bool merge_unpinned(struct merge_ctx *ctx, struct folio *folio)
 	if (!folio_test_lru(folio))
 		ctx->want_drain = true;
 	return false;
+}
+
+/* As write_protect_page(): make a pte read-only that has been cleared and flushed. GUP-fast pins nothing that is not exclusive. */
+static bool merge_protect(struct merge_ctx *ctx, struct merge_side *side, unsigned int i)
+{
+	struct merge_page *page = &side->page[i];
+	struct folio *folio = page->folio;
+	bool exclusive = PageAnonExclusive(&folio->page);
+
+	if (!page->cleared)
+		return page->protected;
+	if (!merge_unpinned(ctx, folio) || (exclusive && folio_try_share_anon_rmap_pte(folio, &folio->page))) {
+		merge_restore(side, i);
+		return false;
+	}
+	set_pte_at(side->mm, side->addr + i * PAGE_SIZE, side->pte + i, pte_wrprotect(pte_mkclean(page->entry)));
+	page->cleared = false;
+	page->protected = true;
+	page->exclusive = exclusive;
+	return true;
 }
 
 static struct ksm_rmap_item *merge_new_item(struct merge_ctx *ctx, struct merge_side *side, unsigned int i)
@@ -485,18 +515,14 @@ static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
 	K(stable_tree_append)(item, node, false);
 }
 
-/* Make the kept page a KSM page. Its pte is cleared. */
-static u8 merge_keep(struct merge_ctx *ctx, unsigned int k)
+/* Make the kept page a KSM page. Its pte is read-only. */
+static void merge_keep(struct merge_ctx *ctx, unsigned int k)
 {
 	struct merge_side *side = &ctx->keep;
 	struct merge_page *keep = &side->page[k];
 	struct folio *folio = keep->folio;
 	struct anon_vma *anon_vma = (void *)((unsigned long)folio->mapping & ~FOLIO_MAPPING_FLAGS);
 	struct ksm_stable_node *node;
-
-	if (PageAnonExclusive(&folio->page) &&
-	    folio_try_share_anon_rmap_pte(folio, &folio->page))
-		return KSM_PAGE_BUSY;
 
 	/* Its place in the stable tree is for ksmd to find, if it ever runs */
 	node = ctx->nodes[--ctx->nr_nodes];
@@ -514,10 +540,9 @@ static u8 merge_keep(struct merge_ctx *ctx, unsigned int k)
 	folio_set_stable_node(folio, node);
 	/* Reclaim just frees a clean page: make sure that it is swapped */
 	folio_set_dirty(folio);
-
-	keep->entry = pte_wrprotect(pte_mkclean(keep->entry));
-	merge_restore(side, k);
-	return MERGE_PENDING;
+	/* Its pte stays */
+	keep->protected = false;
+	keep->exclusive = false;
 }
 
 /* Map the kept page instead of the taken one, whose pte is cleared. */
@@ -555,22 +580,19 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 	if (pte_uffd(old))
 		new = pte_mkuffd(new);
 	take->entry = new;
+	take->exclusive = false;
 	merge_restore(side, i);
 
 	K(folio_remove_rmap_ptes)(folio, &folio->page, 1, vma);
 	folio_put(folio);	/* never the last reference: we have one */
 }
 
-/* Compare and merge the pair i, whose kept page is k. Its ptes are cleared. */
+/* Merge the pair i, which is equal, and whose kept page is k. The pte of what is taken is cleared. */
 static u8 merge_pair(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 {
 	bool zero = ctx->flags & KSM_MERGE_ZERO;
 	struct folio *keep = zero ? NULL : ctx->keep.page[k].folio;
-	struct folio *take = ctx->take.page[i].folio;
-	u8 status;
 
-	if (!merge_unpinned(ctx, take))
-		return KSM_PAGE_BUSY;
 	if (keep && folio_test_ksm(keep)) {
 		struct ksm_stable_node *node = folio_stable_node(keep);
 
@@ -579,21 +601,14 @@ static u8 merge_pair(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 		/* ksmd mistakes pages that are full when it first meets them */
 		if (node->rmap_hlist_len >= *k_ksm_max_page_sharing - (node->head == k_migrate_nodes))
 			return KSM_PAGE_FULL;
-	} else if (keep && !merge_unpinned(ctx, keep)) {
-		return KSM_PAGE_BUSY;
-	}
-	if (!merge_contents_equal(keep ? &keep->page : NULL, &take->page))
-		return KSM_PAGE_DIFFERS;
-	if (keep && !folio_test_ksm(keep)) {
-		status = merge_keep(ctx, k);
-		if (status != MERGE_PENDING)
-			return status;
+	} else if (keep) {
+		merge_keep(ctx, k);
 	}
 	merge_take(ctx, i, keep);
 	return KSM_PAGE_MERGED;
 }
 
-/* Lock the folios of the pair i and clear its ptes, if it can be merged. */
+/* Lock the folios of the pair i, if it can be merged. */
 static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 {
 	bool zero = ctx->flags & KSM_MERGE_ZERO;
@@ -614,7 +629,7 @@ static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 	if (status != MERGE_PENDING)
 		return status;
 	if (!zero) {
-		if (!keep->cleared && !keep->locked) {
+		if (!keep->locked) {
 			status = merge_pick(&ctx->keep, k);
 			if (status != MERGE_PENDING)
 				return status;
@@ -628,12 +643,7 @@ static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 		return KSM_PAGE_DIFFERS;
 	if (!zero && !keep->locked && !merge_trylock(ctx, keep, i))
 		return KSM_PAGE_BUSY;
-	if (!merge_trylock(ctx, take, i + 1))
-		return KSM_PAGE_BUSY;
-	if (!zero && !keep->cleared && !folio_test_ksm(keep->folio))
-		merge_clear(&ctx->keep, k);
-	merge_clear(&ctx->take, i);
-	return MERGE_PENDING;
+	return merge_trylock(ctx, take, i + 1) ? MERGE_PENDING : KSM_PAGE_BUSY;
 }
 
 static struct page *merge_get_page(struct merge_side *side)
@@ -1003,10 +1013,71 @@ static void merge_finish(struct merge_ctx *ctx)
 	ctx->locked = false;
 }
 
-/* Is anybody waiting for this CPU, or for one of the page tables? */
-static bool merge_awaited(struct merge_side *keep, struct merge_side *take)
+/* The range of its notifier is that of the batch */
+static void flush_side(struct merge_side *side)
 {
-	return need_resched() || spin_is_contended(keep->ptl) || spin_is_contended(take->ptl);
+	flush_range(side->vma, side->range.start, side->range.end);
+}
+
+/*
+ * Merge n pairs whose folios are locked. A fault on a clear pte allocates, or reads a file: so ptes are clear while they are flushed, not
+ * while pages are compared.
+ */
+static void merge_pairs(struct merge_ctx *ctx, unsigned int n, u8 *status)
+{
+	bool zero = ctx->flags & KSM_MERGE_ZERO;
+	bool one = ctx->flags & KSM_MERGE_KEEP_ONE;
+	struct merge_side *keep = &ctx->keep, *take = &ctx->take;
+	bool found = false;
+	unsigned int i, k;
+
+	for (i = 0; i < n; i++) {
+		k = one ? 0 : i;
+		if (status[i] != MERGE_PENDING)
+			continue;
+		if (!zero && !keep->page[k].cleared && !folio_test_ksm(keep->page[k].folio))
+			merge_clear(keep, k);
+		merge_clear(take, i);
+		found = true;
+	}
+	if (!found)
+		return;
+	flush_side(take);
+	if (!zero)
+		flush_side(keep);
+	/* As in folio_try_share_anon_rmap_pte(): then look for pins */
+	smp_mb();
+	for (i = 0; i < n; i++) {
+		k = one ? 0 : i;
+		if (status[i] == MERGE_PENDING &&
+		    (!merge_protect(ctx, take, i) ||
+		     (!zero && !folio_test_ksm(keep->page[k].folio) && !merge_protect(ctx, keep, k))))
+			status[i] = KSM_PAGE_BUSY;
+	}
+
+	for (i = 0, found = false; i < n; i++) {
+		struct page *page = zero ? NULL : &keep->page[one ? 0 : i].folio->page;
+
+		if (status[i] != MERGE_PENDING)
+			continue;
+		if (merge_contents_equal(page, &take->page[i].folio->page))
+			found = true;
+		else
+			status[i] = KSM_PAGE_DIFFERS;
+	}
+
+	for (i = 0; i < n; i++)
+		if (status[i] == MERGE_PENDING)
+			merge_clear(take, i);
+	if (found)
+		flush_side(take);
+	for (i = 0; i < n; i++) {
+		if (status[i] == MERGE_PENDING)
+			status[i] = merge_pair(ctx, one ? 0 : i, i);
+		merge_restore(take, i);
+	}
+	for (i = 0; !zero && i < (one ? 1 : n); i++)
+		merge_restore(keep, i);
 }
 
 /*
@@ -1020,8 +1091,8 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	bool one = ctx->flags & KSM_MERGE_KEEP_ONE;
 	struct merge_side *take = &ctx->take;
 	struct merge_side *keep = zero ? take : &ctx->keep;
-	unsigned int i, done, nr_keep = n;
-	bool flush = false, large = false;
+	unsigned int i, nr_keep = n;
+	bool large = false;
 	u8 st;
 	int err;
 
@@ -1075,7 +1146,6 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	}
 	if (!merge_lock_tables(keep, take)) {
 		n = 0;
-		done = 0;
 		goto out_notify;
 	}
 
@@ -1089,28 +1159,8 @@ static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
 			n = i;
 			break;
 		}
-		flush |= status[i] == MERGE_PENDING;
 	}
-	if (flush) {
-		flush_range(take->vma, take->addr,
-				take->addr + n * PAGE_SIZE);
-		if (!zero)
-			flush_range(keep->vma, keep->addr,
-					keep->addr + nr_keep * PAGE_SIZE);
-		/* As in folio_try_share_anon_rmap_pte(): then look for pins */
-		smp_mb();
-	}
-	for (i = 0, done = n; i < n; i++) {
-		if (i >= MERGE_LEAST && i < done && merge_awaited(keep, take))
-			done = i;
-		if (status[i] == MERGE_PENDING)
-			status[i] = i < done ? merge_pair(ctx, one ? 0 : i, i) : KSM_PAGE_UNTRIED;
-		merge_restore(take, i);
-		if (!zero && !one)
-			merge_restore(keep, i);
-	}
-	if (one)
-		merge_restore(keep, 0);
+	merge_pairs(ctx, n, status);
 	merge_unlock_tables(keep, take);
 out_notify:
 	if (!zero)
@@ -1126,7 +1176,7 @@ out_notify:
 	merge_release(&ctx->keep, nr_keep);
 	merge_store_items(ctx, take, n);
 	merge_store_items(ctx, &ctx->keep, nr_keep);
-	return done;
+	return n;
 
 split:
 	n = 1;
