@@ -849,8 +849,13 @@ struct list_walk {
 
 static void walk_start(struct list_walk *walk, struct ksm_mm_slot *slot)
 {
-	struct list_index *index = &indexes[hash_ptr(slot, ilog2(ARRAY_SIZE(indexes)))];
+	static unsigned int next;
+	struct list_index *index, *end = indexes + ARRAY_SIZE(indexes);
 
+	for (index = indexes; index < end && index->slot != slot; index++)
+		;
+	if (index == end)
+		index = &indexes[next++ % ARRAY_SIZE(indexes)];
 	if (index->slot != slot || index->mm != slot->slot.mm || index->scans != scans || !slot->rmap_list ||
 	    memcmp(&index->scan, k_ksm_scan, sizeof(index->scan))) {
 		index->nr = 0;
