@@ -53,9 +53,6 @@ const PAUSE_MOST_NS: u64 = 600_000_000_000;
 /// last look, and the difference is at least one part in this many of the limit.
 const WORSE: u64 = 64;
 
-/// We remember the last look for at least this long, nanoseconds.
-const REMEMBERED_NS: u64 = 10 * PAUSE_NS;
-
 /// A region, by its mapping and its first page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place {
@@ -147,12 +144,9 @@ impl Relief {
         self.is_asking
     }
 
-    /// Forgets limits that can't be exceeded any more, but not at once: otherwise, who can change a limit of their own
-    /// could make merging wait for a look each time.
-    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
-        self.looked.retain(|key, &mut (_, at_ns)| {
-            now_ns < at_ns + REMEMBERED_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key)
-        });
+    /// Forgets limits that can't be exceeded any more.
+    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)]) {
+        self.looked.retain(|key, _| exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
@@ -481,9 +475,7 @@ mod tests {
         assert_eq!(looks(41, 15 * S), (false, false));
         assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
         assert_eq!(looks(41, 23 * S), (false, false));
-        relief.keep_only(&[], 35 * S);
-        assert!(!relief.is_wanted(&view, Pages(1)), "a limit that somebody lowers and raises again and again");
-        relief.keep_only(&[], 36 * S);
+        relief.keep_only(&[]);
         assert!(relief.is_wanted(&view, Pages(1)));
     }
 }

@@ -32,7 +32,7 @@ impl Engine {
         if !self.room.reserve.is_due(*now_ns) {
             return;
         }
-        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking(*now_ns));
+        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking());
         let planner = self.planner();
         let worst = by_owner(&self.table, limits, |region| planner.may_return(region));
         let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
@@ -106,7 +106,7 @@ impl Engine {
             return;
         }
         let exceeded = self.room.headroom.exceeded();
-        self.room.relief.keep_only(&exceeded, *now_ns);
+        self.room.relief.keep_only(&exceeded);
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
@@ -118,7 +118,8 @@ impl Engine {
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
     pub(super) fn may_not_merge(&self) -> bool {
-        self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.is_relieving()
+        let is_relieving = self.ksmd.marker.is_relieving(self.snapshot.now_ns);
+        self.room.needs_relief || self.room.relief.is_busy() || is_relieving
     }
 
     /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the

@@ -69,13 +69,13 @@ pub struct Marker {
     renewal_expected: Pages,
 }
 
-/// Spans to unmark.
+/// Spans to unmark, and when to go on with them.
 #[derive(Clone, Debug, Default)]
 struct Unmarking {
     changes: VecDeque<Change>,
-    /// Spans that we couldn't unmark, and when we try them again. Nothing waits for these, or one process could keep
-    /// all others from getting memory back.
-    put_off: Vec<(u64, Change)>,
+    next_ns: u64,
+    /// Spans whose target has no mappings to spare, and when we try them again. Nothing waits for these.
+    put_off: VecDeque<(u64, Change)>,
 }
 
 /// The scan scheduler, and the allowance and headroom that marks use up.
@@ -431,11 +431,8 @@ impl Marker {
         region.usage.cow_breaks.forget_pages();
     }
 
-    /// Whether there are spans to unmark within the next seconds.
-    pub fn is_unmarking(&self, now_ns: u64) -> bool {
-        let mut put_off = self.urgent.put_off.iter().chain(&self.broken.put_off);
-        let is_soon = put_off.any(|&(at_ns, _)| at_ns <= now_ns + UNMARK_AGAIN_NS);
-        is_soon || self.is_giving_room() || !self.broken.changes.is_empty()
+    pub fn is_unmarking(&self) -> bool {
+        self.is_giving_room() || !self.broken.changes.is_empty()
     }
 
     /// Whether there are spans to unmark for a reason other than breaks.
@@ -444,8 +441,8 @@ impl Marker {
     }
 
     /// Whether we're about to unmark spans because a limit has no headroom for them.
-    pub fn is_relieving(&self) -> bool {
-        self.urgent.changes.iter().any(|change| change.why == Why::Charge)
+    pub fn is_relieving(&self, now_ns: u64) -> bool {
+        now_ns >= self.urgent.next_ns && self.urgent.changes.iter().any(|change| change.why == Why::Charge)
     }
 
     /// The span to unmark now. We take one span at a time, because unmarking copies the merged pages in it. But we take
@@ -459,12 +456,15 @@ impl Marker {
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for &ChangeResult { change, marking } in &outcome.unmarked {
-            let pause_ns = match marking {
-                Marking::Busy => UNMARK_AGAIN_NS,
-                Marking::NoMappings => MAPPINGS_AGAIN_NS,
-                Marking::Done(_) | Marking::Refused => continue,
-            };
-            self.unmarking_for(change.why).put_off.push((now_ns + pause_ns, change));
+            let unmarking = self.unmarking_for(change.why);
+            match marking {
+                Marking::Busy => {
+                    unmarking.changes.push_back(change);
+                    unmarking.next_ns = now_ns + UNMARK_AGAIN_NS;
+                }
+                Marking::NoMappings => unmarking.put_off.push_back((now_ns + MAPPINGS_AGAIN_NS, change)),
+                Marking::Done(_) | Marking::Refused => {}
+            }
         }
     }
 
@@ -582,26 +582,32 @@ fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
 }
 
 impl Unmarking {
-    /// The next span.
+    /// The next span, if it's time for it.
     fn next(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
-        let Self { changes, put_off } = self;
-        put_off.retain(|&(at_ns, change)| {
-            let is_due = now_ns >= at_ns;
-            if is_due {
-                changes.push_back(change);
-            }
-            !is_due
-        });
-        while let Some(change) = changes.pop_front() {
-            // If there's none, the region has ended.
-            let Some(region) = table.at(change.span.region, change.span.first) else { continue };
-            if !region.hold.left_alone && allowance.stops_left(region.view.owner) > 0 {
-                allowance.use_stops(region.view.owner, 1);
-                return Some(change);
-            }
-            put_off.push((now_ns + RETRY_NS, change));
+        while self.put_off.front().is_some_and(|&(at_ns, _)| now_ns >= at_ns) {
+            self.changes.extend(self.put_off.pop_front().map(|(_, change)| change));
         }
-        None
+        if now_ns < self.next_ns {
+            return None;
+        }
+        loop {
+            let front = *self.changes.front()?;
+            if let Some(region) = table.at(front.span.region, front.span.first) {
+                if region.hold.left_alone {
+                    // The other spans don't have to wait for this process.
+                    self.changes.rotate_left(1);
+                    self.next_ns = now_ns + RETRY_NS;
+                    return None;
+                }
+                if allowance.stops_left(region.view.owner) == 0 {
+                    return None;
+                }
+                allowance.use_stops(region.view.owner, 1);
+                return self.changes.pop_front();
+            }
+            // The region has ended.
+            self.changes.pop_front();
+        }
     }
 }
 
@@ -864,12 +870,11 @@ mod tests {
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
         let no_room = ChangeResult { change, marking: Marking::Busy };
         marker.record_unmarked(S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
-        assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(20 * 512), "others needn't wait");
         assert_eq!((unmark(&mut marker, &table, 2 * S), marker.is_giving_room()), (None, false));
         let (why, reason) = (Why::MemoryShort, LeaveAlone::TakenBack);
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), 2 * S, why, reason);
         assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
-        assert_eq!(unmark(&mut marker, &table, 12 * S).map(|(first, ..)| first), Some(1_536));
+        assert_eq!(unmark(&mut marker, &table, 12 * S).map(|(first, ..)| first), Some(20 * 512));
     }
 
     #[test]
@@ -878,7 +883,7 @@ mod tests {
         let (why, marking) = (Why::MemoryShort, Marking::NoMappings);
         let unmarked = vec![ChangeResult { change: Change { span: extent(3), why }, marking }];
         marker.record_unmarked(S, &Outcome { unmarked, ..Outcome::default() });
-        assert!(!marker.is_unmarking(S) && is_waiting(region(&mut table), &marker.waiting()));
+        assert!(!marker.is_unmarking() && is_waiting(region(&mut table), &marker.waiting()));
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), S, why, LeaveAlone::TakenBack);
         assert_eq!(unmark(&mut marker, &table, S), Some((100, 512, why)));
         assert_eq!(unmark(&mut marker, &table, 301 * S), Some((1_536, 2_048, why)));
@@ -938,7 +943,7 @@ mod tests {
         region(&mut table).marks.spans.clear();
         find(&mut marker, &mut table, S, &config);
         assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 3);
-        assert!(!marker.is_unmarking(S));
+        assert!(!marker.is_unmarking());
     }
 
     #[test]
