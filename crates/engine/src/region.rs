@@ -5,7 +5,6 @@
 //! (what its process does with its pages) and [`Hold`] (why we leave it alone for now).
 
 pub(crate) mod hold;
-pub(crate) mod kin;
 mod life;
 mod marks;
 mod survey;
@@ -13,7 +12,6 @@ pub mod table;
 mod usage;
 
 pub use hold::{Hold, LeaveAlone};
-pub use kin::KinPass;
 pub use life::{Age, Event, Judgement, Life};
 pub use marks::{MarkedSamples, Marks, covers};
 pub use survey::{RUN_PAGES, Survey};
@@ -68,8 +66,6 @@ pub struct Region {
     pub fork: Fork,
     /// The number of its family by fork: other processes in scope, related to its own, have regions that overlap it.
     pub relatives: Option<u32>,
-    /// If we merge the region with its kin before we read the rest of it: how far we are.
-    pub kin: Option<KinPass>,
     /// Why we leave the region alone, and until when.
     pub hold: Hold,
     /// What happens to the region next, as we decided at the end of the last cycle.
@@ -93,7 +89,6 @@ impl Region {
             usage: Usage::default(),
             fork: Fork::Alone,
             relatives: None,
-            kin: None,
             hold: Hold::new(view.left_alone),
             decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
@@ -119,7 +114,6 @@ impl Region {
         if moved {
             self.usage.cow_breaks.keep_only(view.first..self.end());
             self.survey.restart_order(&view, seed);
-            self.kin.iter_mut().for_each(|pass| pass.next = None);
         }
     }
 
@@ -223,49 +217,11 @@ impl Region {
         !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
-    /// Starts to read the region whole, on the top level. If nothing was merged before, we merge it with its kin first.
+    /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
-        let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
-        let kin = self.survey.kin.found().filter(|_| is_fresh);
-        self.kin = kin.map(|kin| KinPass { kin, next: Some(self.view.first) });
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
-    }
-
-    /// Whether another region has the same family and trust domain, so that their equal pages may lie at equal offsets.
-    pub fn is_kin(&self, other: &Self) -> bool {
-        let is_alike = (self.view.family, self.view.domain) == (other.view.family, other.view.domain);
-        is_alike && self.view.key != other.view.key
-    }
-
-    /// Whether we still name its pages by position, and read none meanwhile.
-    pub fn waits_for_kin(&self) -> bool {
-        let next = self.kin.and_then(|pass| pass.next);
-        self.life.is_reading() && next.is_some_and(|next| next < self.end())
-    }
-
-    /// Whether we may name a page by position. We only merge a page that was written after a merge once we've read it.
-    pub fn is_fit_for_kin(&self, page: Vpn, now_ns: u64) -> bool {
-        !self.usage.written.contains(page) && !self.usage.is_busy(page, now_ns)
-    }
-
-    /// Counts a page that was merged by position, as if we had read it.
-    pub fn count_merged(&mut self, page: Vpn) {
-        let extent = self.extents.entry(page.extent()).or_default();
-        extent.resident += 1;
-        extent.duplicate += 1;
-    }
-
-    /// The next pages to read whole from this one on, at most an extent. Leaves out pages merged by position.
-    pub fn next_to_read(&self, mut first: Vpn) -> (Vpn, u64) {
-        let is_known = |page| self.kin.is_some() && self.usage.merged.contains(page);
-        while first < self.end() && is_known(first) {
-            first = first + 1;
-        }
-        let most = self.end().0.saturating_sub(first.0).min(EXTENT_PAGES);
-        let pages = (0..most).find(|&number| is_known(first + number)).unwrap_or(most);
-        (first, pages)
     }
 
     /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
@@ -291,7 +247,6 @@ impl Region {
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
     /// decide.
     pub fn forget_digests(&mut self, top: usize) {
-        self.kin = None;
         self.usage.cow_breaks.forget_pages();
         self.survey.forget_digests();
         if self.hold.reason().is_some() {
@@ -305,7 +260,6 @@ impl Region {
 
     /// Ends the examination: we've read the whole region.
     pub fn judged(&mut self, now_ns: u64, on_request: bool) {
-        self.kin = None;
         self.life.advance(Event::FinishReading { now_ns });
         if on_request {
             // There's no more to do on request; only marking has further steps.

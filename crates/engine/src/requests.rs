@@ -54,15 +54,13 @@ pub struct Pair {
     needs_merged: bool,
     /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
-    /// Whether we've read neither page, but kin's pages at equal offsets are likely equal.
-    by_position: bool,
     /// How often we've put the pair off.
     put_off: u8,
 }
 
 impl Pair {
     fn new(take: IndexedPage, keep: Option<IndexedPage>, digest: Digest) -> Self {
-        Self { take, keep, digest, needs_merged: false, is_relative: false, by_position: false, put_off: 0 }
+        Self { take, keep, digest, needs_merged: false, is_relative: false, put_off: 0 }
     }
 }
 
@@ -111,17 +109,6 @@ impl Requests {
         let needs_merged = *self.kept.entry(keep.location).or_insert(needs_merged);
         self.pairs.push(Pair { needs_merged, ..Pair::new(take, Some(keep), digest) });
         true
-    }
-
-    /// Asks to merge a page with kin's at the same offset. We know neither content, and the kernel counts the sharers.
-    pub fn add_by_position(&mut self, take: IndexedPage, keep: IndexedPage) {
-        self.pairs.push(Pair { by_position: true, ..Pair::new(take, Some(keep), Digest::ZERO) });
-    }
-
-    /// Whether a result is of pages that we named by position.
-    pub fn is_by_position(&self, result: &MergeResult) -> bool {
-        let PageRun { region, first, .. } = result.range.take;
-        self.pair_of(region, first).is_some_and(|pair| pair.by_position)
     }
 
     /// Counts more sharers of a kept page. False if it can't have that many.
@@ -193,13 +180,11 @@ impl Requests {
 
     /// The ranges to merge, sorted by the pages they replace.
     pub fn ranges(&mut self) -> Vec<MergeRange> {
-        self.pairs.sort_unstable_by_key(|pair| (pair.take.region, pair.take.page, pair.by_position));
+        self.pairs.sort_unstable_by_key(|pair| (pair.take.region, pair.take.page));
         self.pairs.dedup_by_key(|pair| (pair.take.region, pair.take.page));
         let mut ranges: Vec<MergeRange> = Vec::new();
-        let mut by_position = false;
         for pair in &self.pairs {
-            let is_alike = pair.by_position == std::mem::replace(&mut by_position, pair.by_position);
-            let continues = is_alike && ranges.last_mut().is_some_and(|last| extend(last, pair));
+            let continues = ranges.last_mut().is_some_and(|last| extend(last, pair));
             if !continues {
                 let take = PageRun { region: pair.take.region, first: pair.take.page, pages: 1 };
                 let keep = match pair.keep {
@@ -251,11 +236,8 @@ impl Requests {
         let mut differing = 0;
         let mut untried = 0;
         for result in results {
-            let by_position = self.is_by_position(result);
             let pages = u64::from(result.range.take.pages);
             match result.merging {
-                // Digests have nothing to do with these.
-                _ if by_position => {}
                 Merging::Merged | Merging::Shared => merged += pages,
                 Merging::Differs => differing += pages,
                 Merging::Untried => untried += pages,
@@ -320,10 +302,8 @@ impl Requests {
         if matches!(merging, Merging::Busy | Merging::Untried | Merging::Unknown) {
             return None;
         }
-        let Pair { take, digest, is_relative, by_position, needs_merged, .. } = self.pair_of(region, first)?;
+        let Pair { take, digest, is_relative, needs_merged, .. } = self.pair_of(region, first)?;
         match merging {
-            // We've read neither page: there's no content for the index.
-            _ if by_position => {}
             // The page was merged before. Other pages may still be merged with its old partner.
             Merging::Merged => self.leave_behind(digest),
             // The relative's program has written its page, which we haven't read: we learn nothing from that.
@@ -368,7 +348,7 @@ impl Requests {
         }
         let Some(region) = table.at_mut(busy.0, busy.1) else { return };
         region.usage.record_busy(busy.1, now_ns);
-        if busy == (pair.take.region, pair.take.page) || pair.is_relative || pair.by_position {
+        if busy == (pair.take.region, pair.take.page) || pair.is_relative {
             return;
         }
         match index.page_of(pair.digest) {

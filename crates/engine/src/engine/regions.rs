@@ -110,21 +110,19 @@ impl Engine {
                 family.oldest_ns = family.oldest_ns.max(Some(now_ns - region.seen_ns));
             }
         }
-        let by_marks = self.carrier().by_marks;
         let lifetimes = &mut self.experience.lifetimes;
         for (&key, family) in &families {
             lifetimes.record_begin(key, family.oldest_ns, now_ns);
         }
         for region in self.table.iter_mut().filter(|region| region.is_new(now_ns)) {
             region.age = Age::of_new(lifetimes.worth_from_ns(region.view.family, self.config.mechanism));
-            region.survey.kin.is_expected = !by_marks && region.age == Age::Grown { worth_from_ns: 0 };
         }
     }
 
     /// The index may know some contents only from pages of regions that have ended. For each region that has ended, we
     /// read one of its partners (regions with common pages) whole again, so that new regions find these contents.
     fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
-        for region in self.table.iter_mut().filter(|region| region.life.is_judged() || region.kin.is_some()) {
+        for region in self.table.iter_mut().filter(|region| region.life.is_judged()) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
                 region.examine(self.ladder.levels());
             }

@@ -5,7 +5,6 @@ use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::Permutation;
 use crate::random::mix;
-use crate::region::kin::KinSamples;
 use crate::sampling::estimate::{Estimate, Tally};
 use crate::units::{Pages, Permyriad, Vpn};
 
@@ -44,8 +43,6 @@ pub struct Survey {
     next_probe: usize,
     revisited: u64,
     changed: u64,
-    /// What the samples say about kin.
-    pub kin: KinSamples,
     /// Recent samples since we read the region whole, and how many of them were new duplicates.
     resampled: u64,
     renewed: u64,
@@ -82,7 +79,6 @@ impl Survey {
             next_probe: 0,
             revisited: 0,
             changed: 0,
-            kin: KinSamples::default(),
             resampled: 0,
             renewed: 0,
         }
@@ -237,7 +233,6 @@ impl Survey {
         self.tally = Tally::default();
         self.forked = 0;
         self.visited = 0;
-        self.kin = KinSamples::default();
     }
 
     /// Estimates the duplicate ratio of a region with `resident` pages from its samples, after we sampled
