@@ -16,14 +16,10 @@ pub(crate) struct Carrier {
     /// On a NUMA machine, we pause after inspecting merged pages for at least this many times the CPU time that the
     /// inspection took. On request we choose which copy stays before the merge, so few pages need to move later.
     pub inspection_pause: u64,
-    /// We don't merge pages that more processes than this share through fork. All their mappings together free one
-    /// frame, and each costs ksmd 12 us and 64 bytes of records, or us some 1.5 us on request.
-    pub relatives_most: u64,
 }
 
-static KSMD: Carrier = Carrier { by_marks: true, worth_ns: 8_000_000_000, inspection_pause: 64, relatives_most: 20 };
-static REQUEST: Carrier =
-    Carrier { by_marks: false, worth_ns: 4_000_000_000, inspection_pause: 1_024, relatives_most: 100 };
+static KSMD: Carrier = Carrier { by_marks: true, worth_ns: 8_000_000_000, inspection_pause: 64 };
+static REQUEST: Carrier = Carrier { by_marks: false, worth_ns: 4_000_000_000, inspection_pause: 1_024 };
 
 impl Mechanism {
     pub(crate) fn carrier(self) -> &'static Carrier {
@@ -31,10 +27,5 @@ impl Mechanism {
             Self::Ksmd => &KSMD,
             Self::Request => &REQUEST,
         }
-    }
-
-    /// At most so many processes may share a page through fork if we're to merge it.
-    pub fn relatives_most(self) -> u64 {
-        self.carrier().relatives_most
     }
 }

@@ -17,11 +17,15 @@ use crate::hash::Digest;
 use crate::host::{PageSample, PageState};
 use crate::keys::{LineageKey, OwnerKey};
 use crate::region::table::RegionTable;
-use crate::region::{Fork, Region};
+use crate::region::{Fork, RELATIVES_MOST, Region};
 use crate::requests::{IndexedPage, Pair};
 use crate::sampling::ladder::may_be_promoted;
 use crate::units::{Vpn, count, index};
 use rustc_hash::FxHashSet;
+
+/// We merge no family of more regions than this. A process can cut what it has inherited into any number, and we walk
+/// all of them for each page.
+const MEMBERS_MOST: usize = 512;
 
 /// Regions of related processes that overlap.
 #[derive(Debug)]
@@ -37,9 +41,9 @@ struct Family {
 }
 
 impl Family {
-    /// `None` if all these regions belong to one process.
+    /// `None` if all these regions belong to one process, or if they're too many.
     fn of(members: Vec<u32>, table: &RegionTable) -> Option<Self> {
-        if members.len() < 2 {
+        if members.len() < 2 || members.len() > MEMBERS_MOST {
             return None;
         }
         let regions: Vec<&Region> = members.iter().filter_map(|&slot| table.get(slot)).collect();
@@ -114,9 +118,9 @@ impl Engine {
                 }
             }
         }
-        let most = self.carrier().relatives_most;
         for region in self.table.iter_mut() {
-            let family = self.families.get(region).filter(|family| family.is_ours && family.processes <= most);
+            let family =
+                self.families.get(region).filter(|family| family.is_ours && family.processes <= RELATIVES_MOST);
             region.fork = match (family, region.fork) {
                 (None, _) => Fork::Alone,
                 (Some(family), _) if region.view.owner == family.reader => Fork::First,
@@ -134,7 +138,7 @@ impl Engine {
     /// How many processes share a region through fork, if these are too many to merge it.
     pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
         let processes = self.families.get(region)?.processes;
-        (processes > self.carrier().relatives_most && region.survey.is_mostly_forked()).then_some(processes)
+        (processes > RELATIVES_MOST && region.survey.is_mostly_forked()).then_some(processes)
     }
 
     /// The relative of a new region that had most pages merged before. The new region maps them, too.

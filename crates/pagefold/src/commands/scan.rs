@@ -19,15 +19,15 @@ use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
 use crate::preflight;
 use anyhow::{Context, Result};
-use pagefold_engine::host::{Mechanism, MergedSample, PageState};
+use pagefold_engine::host::{MergedSample, PageState};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::placement::placer::summarize;
 use pagefold_engine::placement::policy::{Latencies, Placement};
+use pagefold_engine::region::RELATIVES_MOST;
 use pagefold_engine::sampling::census::choose::first_fraction;
 use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::{Vpn, index};
 use pagefold_host::scope::deny_list::DenyList;
-use pagefold_ksm::request;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::numa::owner_view;
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -40,7 +40,7 @@ use pagefold_text::style;
 use reader::ScanReader;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use survey::{Survey, Surveyed, Wanted};
 
 #[derive(Clone, Debug, clap::Args)]
@@ -119,9 +119,7 @@ impl Prepared {
         })?;
         refuse_if_nothing_is_left(&survey, &deny)?;
         let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
-        let on_request = Path::new(request::DEVICE).exists();
-        let mechanism = if on_request { Mechanism::Request } else { Mechanism::Ksmd };
-        scanner.census.mappings_most = mechanism.relatives_most();
+        scanner.census.mappings_most = RELATIVES_MOST;
         let contents = if wanted.causes { Contents::Present } else { Contents::All };
         let mut memory = ProcessMemory {
             how: ReadHow { contents, ..ReadHow::default() },
