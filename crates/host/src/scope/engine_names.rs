@@ -7,15 +7,21 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, Mutex, PoisonError};
-use std::time::SystemTime;
 
 /// Docker's configuration of a container.
 const DOCKER: &str = "var/lib/docker/containers";
-/// Podman's and CRI-O's lists of containers.
-const STORAGE: [&str; 2] =
-    ["var/lib/containers/storage/overlay-containers", "var/lib/containers/storage/vfs-containers"];
+/// Podman's and CRI-O's lists of containers, those that end with their programs (`--rm`) apart.
+const STORAGE: [&str; 6] = [
+    "var/lib/containers/storage/overlay-containers/containers.json",
+    "var/lib/containers/storage/overlay-containers/volatile-containers.json",
+    "var/lib/containers/storage/vfs-containers/containers.json",
+    "var/lib/containers/storage/vfs-containers/volatile-containers.json",
+    "run/containers/storage/overlay-containers/containers.json",
+    "run/containers/storage/overlay-containers/volatile-containers.json",
+];
 /// containerd's bundles of the containers that nerdctl has started.
 const NERDCTL: &str = "run/containerd/io.containerd.runtime.v2.task/default";
 /// The kubelet names each pod's logs `NAMESPACE_NAME_UID`.
@@ -23,7 +29,7 @@ const PODS: &str = "var/log/pods";
 
 /// We read no more of a file.
 const FILE_MOST: u64 = 16 << 20;
-/// We forget what we've found once it's so many.
+/// We forget the names from files of their own once they're so many.
 const FOUND_MOST: usize = 1 << 14;
 
 #[derive(Deserialize)]
@@ -46,10 +52,13 @@ struct Bundle {
     annotations: HashMap<String, String>,
 }
 
+/// A file's inode, and when it was written. Engines replace these files, so each version has an inode of its own.
+type Version = (u64, i64, i64);
+
 /// A list of [`STORAGE`], as we last read it.
 #[derive(Debug, Default)]
 struct StorageList {
-    written: Option<SystemTime>,
+    version: Option<Version>,
     names: HashMap<String, String>,
 }
 
@@ -58,8 +67,8 @@ struct StorageList {
 pub(super) struct EngineNames {
     /// The root directory.
     root: PathBuf,
-    /// What we've found for a container or pod. Identifiers aren't used again.
-    found: Mutex<HashMap<String, String>>,
+    /// The names from files of their own, with the file's version.
+    found: Mutex<HashMap<String, (Version, String)>>,
     storage: Mutex<[StorageList; STORAGE.len()]>,
 }
 
@@ -74,62 +83,51 @@ impl EngineNames {
         Self { root: root.to_owned(), found: Mutex::default(), storage: Mutex::default() }
     }
 
-    /// The name of a container.
+    /// The name that a container has now.
     pub(super) fn container(&self, id: &str) -> Option<String> {
-        self.of_storage(id).or_else(|| self.find(id, |id| self.of_docker(id).or_else(|| self.of_nerdctl(id))))
+        let docker = self.root.join(DOCKER).join(id).join("config.v2.json");
+        let nerdctl = self.root.join(NERDCTL).join(id).join("config.json");
+        let name = self.of_storage(id).or_else(|| self.of_file(id, &docker, docker_name));
+        name.or_else(|| self.of_file(id, &nerdctl, nerdctl_name))
     }
 
-    /// A pod as `NAMESPACE/NAME`.
+    /// A pod as `NAMESPACE/NAME`. We list the logs again whenever the directory has changed.
     pub(super) fn pod(&self, uid: &str) -> Option<String> {
-        self.find(uid, |uid| self.of_kubelet(uid))
+        self.of_file(uid, &self.root.join(PODS), |logs| pod_name(logs, uid))
     }
 
-    fn find(&self, id: &str, read: impl Fn(&str) -> Option<String>) -> Option<String> {
+    /// A name that we read only if the file has changed.
+    fn of_file(&self, id: &str, file: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
+        let version = version_of(file)?;
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(name) = found.get(id) {
-            return Some(name.clone());
-        }
-        let name = read(id)?;
-        if found.len() >= FOUND_MOST {
-            found.clear();
-        }
-        found.insert(id.to_owned(), name.clone());
-        Some(name)
-    }
-
-    fn of_docker(&self, id: &str) -> Option<String> {
-        let container: DockerContainer = read_json(&self.root.join(DOCKER).join(id).join("config.v2.json"))?;
-        Some(container.name.trim_start_matches('/').to_owned())
-    }
-
-    fn of_nerdctl(&self, id: &str) -> Option<String> {
-        let mut bundle: Bundle = read_json(&self.root.join(NERDCTL).join(id).join("config.json"))?;
-        bundle.annotations.remove("nerdctl/name")
-    }
-
-    fn of_kubelet(&self, uid: &str) -> Option<String> {
-        for entry in fs::read_dir(self.root.join(PODS)).ok()?.flatten() {
-            let entry = entry.file_name();
-            if let Some((name, of)) = entry.to_str().and_then(|entry| entry.rsplit_once('_')) {
-                if of == uid {
-                    return Some(name.replacen('_', "/", 1));
+        let known = found.get(id).cloned();
+        if known.as_ref().is_none_or(|(of, _)| *of != version) {
+            if let Some(name) = read(file) {
+                if found.len() >= FOUND_MOST {
+                    found.clear();
                 }
+                found.insert(id.to_owned(), (version, name.clone()));
+                return Some(name);
             }
         }
-        None
+        // If we can't read it now, we go by the version before.
+        Some(known?.1)
     }
 
-    /// From the lists of Podman and CRI-O, which we read again when they have changed.
+    /// From the lists of Podman and CRI-O.
     fn of_storage(&self, id: &str) -> Option<String> {
         let mut storage = self.storage.lock().unwrap_or_else(PoisonError::into_inner);
-        for (folder, list) in STORAGE.into_iter().zip(storage.iter_mut()) {
-            let file = self.root.join(folder).join("containers.json");
-            let written = fs::metadata(&file).and_then(|found| found.modified()).ok();
-            if written != list.written {
-                let containers: Vec<StoredContainer> = read_json(&file).unwrap_or_default();
-                let named =
-                    containers.into_iter().filter_map(|mut container| Some((container.id, container.names.pop()?)));
-                *list = StorageList { written, names: named.collect() };
+        for (file, list) in STORAGE.into_iter().zip(storage.iter_mut()) {
+            let file = self.root.join(file);
+            let version = version_of(&file);
+            if version.is_none() {
+                *list = StorageList::default();
+            } else if version != list.version {
+                // If we can't read it now, we go by the version before and try again the next time.
+                if let Some(containers) = read_json::<Vec<StoredContainer>>(&file) {
+                    let named = containers.into_iter().filter_map(|mut found| Some((found.id, found.names.pop()?)));
+                    *list = StorageList { version, names: named.collect() };
+                }
             }
             if let Some(name) = list.names.get(id) {
                 return Some(name.clone());
@@ -137,6 +135,31 @@ impl EngineNames {
         }
         None
     }
+}
+
+fn version_of(file: &Path) -> Option<Version> {
+    let found = fs::metadata(file).ok()?;
+    Some((found.ino(), found.mtime(), found.mtime_nsec()))
+}
+
+fn docker_name(file: &Path) -> Option<String> {
+    Some(read_json::<DockerContainer>(file)?.name.trim_start_matches('/').to_owned())
+}
+
+fn nerdctl_name(file: &Path) -> Option<String> {
+    read_json::<Bundle>(file)?.annotations.remove("nerdctl/name")
+}
+
+fn pod_name(logs: &Path, uid: &str) -> Option<String> {
+    for entry in fs::read_dir(logs).ok()?.flatten() {
+        let entry = entry.file_name();
+        if let Some((name, of)) = entry.to_str().and_then(|entry| entry.rsplit_once('_')) {
+            if of == uid {
+                return Some(name.replacen('_', "/", 1));
+            }
+        }
+    }
+    None
 }
 
 fn read_json<T: DeserializeOwned>(file: &Path) -> Option<T> {
@@ -172,12 +195,12 @@ mod tests {
             r#"{"ociVersion":"1.1","annotations":{"nerdctl/name":"db"}}"#,
         );
         let list = |name: &str| format!(r#"[{{"id":"{}","names":["{name}"],"flags":{{}}}},{{"id":"x"}}]"#, id("c"));
-        write(format!("{}/containers.json", STORAGE[0]), &list("cache"));
+        write(STORAGE[1].to_owned(), &list("cache"));
         assert_eq!(names.container(&id("a")).as_deref(), Some("web1"));
         assert_eq!(names.container(&id("b")).as_deref(), Some("db"));
         assert_eq!(names.container(&id("c")).as_deref(), Some("cache"));
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        write(format!("{}/containers.json", STORAGE[0]), &list("renamed"));
+        fs::write(root.path().join("new"), list("renamed")).unwrap();
+        fs::rename(root.path().join("new"), root.path().join(STORAGE[1])).unwrap();
         assert_eq!(names.container(&id("c")).as_deref(), Some("renamed"));
 
         let uid = "6c2f1f0e-1111-4222-8333-944445555666";
@@ -189,10 +212,10 @@ mod tests {
     #[test]
     fn a_file_that_we_dont_understand_names_nothing() {
         let root = tempfile::tempdir().unwrap();
-        let dir = root.path().join(STORAGE[0]);
-        fs::create_dir_all(&dir).unwrap();
+        let file = root.path().join(STORAGE[0]);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
         for text in ["", "{}", r#"[{"id":1}]"#, "\u{0}"] {
-            fs::write(dir.join("containers.json"), text).unwrap();
+            fs::write(&file, text).unwrap();
             assert_eq!(EngineNames::below(root.path()).container("a"), None, "{text:?}");
         }
     }
