@@ -117,9 +117,6 @@ impl<'a> Judge<'a> {
         let domain = rules.domains.assign(&domain_name);
         let excluded = if let Some((by, _)) = kept_out {
             Some(Exclusion::KeptOut { by })
-        } else if let Some(cgroup) = &info.cgroups.unreadable {
-            // We don't know its limits and its domain either, so nobody can override this.
-            Some(Exclusion::OptedOut(OptOut::Unknown { cgroup: cgroup.clone() }))
         } else if let Some(opt_out) = opt_outs.excluding {
             Some(Exclusion::OptedOut(opt_out))
         } else if info.selected_by.is_none() {

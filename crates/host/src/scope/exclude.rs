@@ -283,6 +283,11 @@ pub(crate) struct OptOuts {
 
 /// Judges the opt-outs by the cgroups of a process and by the option on its command line.
 pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, deny: &DenyList) -> OptOuts {
+    if let Some(cgroup) = &info.cgroups.unreadable {
+        // We don't know its limits and its domain either, so nobody can override this.
+        let unknown = OptOut::Unknown { cgroup: cgroup.clone() };
+        return OptOuts { excluding: Some(unknown), overridden: Vec::new() };
+    }
     let program = if info.is_trusted() { Some(info.program()) } else { None };
     let mut all = info.cgroups.opt_outs.clone();
     if let Some(option) = option {

@@ -177,7 +177,8 @@ fn what_the_kernel_hides_may_be_selected_and_has_opted_out() {
     for spec in [by_cgroup("/dba"), by_name("unit", "nginx"), ScopeSpec(vec![Selector::All]), by_pid(&[12])] {
         let scoped = resolve_among(&spec, &tree.roots, |_| true).unwrap();
         let info = scoped.iter().find(|info| info.pid() == 12).unwrap();
-        assert!(info.cgroups.unreadable.is_some(), "{spec}");
+        let found = exclude::judge_opt_outs(info, None, &deny_list::DenyList::default());
+        assert!(matches!(found.excluding, Some(OptOut::Unknown { .. })), "{spec}");
     }
     assert_eq!(resolve_for_undoing(&by_cgroup("/dba"), &tree.roots, &[]).unwrap().len(), 1, "only the other process");
 }
