@@ -21,6 +21,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use thiserror::Error;
 
+/// To find a living thread we look at this many.
+const THREADS_MOST: usize = 64;
+
 /// Why we couldn't read a file below `/proc/PID`. Callers treat the cases differently.
 #[derive(Debug, Error)]
 // `pid` is the process, `file` the path below `/proc/PID`
@@ -204,7 +207,8 @@ impl Process {
         Stat::parse(&bytes).map_err(|what| self.malformed(file, what))
     }
 
-    /// A thread that hasn't ended, the same one as the last time if possible; 0 if there is none.
+    /// A thread that hasn't ended, the same one as the last time if possible; 0 if we find none. Only a tracer can keep
+    /// threads that have ended, so we look at a few.
     fn living_thread(&self) -> i32 {
         let is_alive = |tid: i32| self.stat_at(&format!("task/{tid}/stat")).is_ok_and(|stat| !stat.has_ended());
         let last = self.tid();
@@ -212,7 +216,7 @@ impl Process {
             return last;
         }
         let Ok(threads) = openat(&self.dir, "task", OFlags::RDONLY).and_then(Dir::new) else { return 0 };
-        for entry in threads.flatten() {
+        for entry in threads.flatten().take(THREADS_MOST) {
             let tid = entry.file_name().to_str().ok().and_then(|name| name.parse().ok());
             if let Some(tid) = tid.filter(|&tid| is_alive(tid)) {
                 return tid;

@@ -175,7 +175,8 @@ impl LiveHost {
         match tried {
             Ok(Ok(withdrawal)) => return Some(withdrawal),
             // The process has ended. The next refresh removes the target.
-            Ok(Err(ReadError::Vanished { .. })) => {}
+            Ok(Err(ReadError::Vanished { .. })) if !target.info.process.is_alive() => {}
+            // A thread that we've read in its place may have ended, too.
             Ok(Err(error)) => target.put_off(now_ns, error.into()),
             Err(mut job) => {
                 target.leave(&mut job.pending);
