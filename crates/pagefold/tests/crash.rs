@@ -139,7 +139,9 @@ fn doctor_can_be_killed_at_any_point() {
     for point in ["put-back:run", "was-put-back:run", "was-put-back:pages_to_scan", "state-closing", "state-closed"] {
         let before = knobs();
         assert_killed_at("turned:run", |fault| faulty_run(&pids, &QUICK, fault));
-        assert_killed_at(point, |fault| faulty(&["doctor", "--fix"], fault));
+        // While ksmd is in a scan, doctor leaves the settings for later.
+        let is_reached = (0..3).any(|_| is_killed_at(point, |fault| faulty(&["doctor", "--fix"], fault)));
+        assert!(is_reached, "{point} was never reached");
         assert_recoverable(&before);
         succeed(&["doctor", "--fix"]);
         ksm.assert_knobs_restored();
