@@ -27,6 +27,7 @@ mod tests;
 
 use crate::hash::Digest;
 use crate::random::mix;
+use crate::region::RELATIVES_MOST;
 use crate::units::{PAGE_SIZE, Pages, index, whole};
 use serde::{Serialize, Serializer};
 use std::ops::AddAssign;
@@ -77,8 +78,6 @@ struct ReadPage {
 /// Collects pages and estimates how much merging them would save.
 #[derive(Debug)]
 pub struct Census {
-    /// At most so many mappings may share a frame through fork if we're to merge it.
-    pub mappings_most: u64,
     cells: Vec<Cell>,
     pages: Vec<ReadPage>,
     merged: Vec<u64>,
@@ -151,7 +150,7 @@ impl Findings {
 
 impl Census {
     pub fn new(cells: Vec<Cell>) -> Self {
-        Self { mappings_most: u64::MAX, cells, pages: Vec::new(), merged: Vec::new(), crowded: 0 }
+        Self { cells, pages: Vec::new(), merged: Vec::new(), crowded: 0 }
     }
 
     /// Adds a merged page's content.
@@ -168,7 +167,7 @@ impl Census {
     pub fn add_shared(&mut self, cells: &[u32], run: u32, digest: Digest) {
         let mappings = u32::try_from(cells.len()).unwrap_or(u32::MAX);
         let mut digest = digest.0;
-        if u64::from(mappings) > self.mappings_most {
+        if u64::from(mappings) > RELATIVES_MOST {
             self.crowded += 1;
             digest = mix(!self.crowded);
         }

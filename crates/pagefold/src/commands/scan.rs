@@ -23,7 +23,6 @@ use pagefold_engine::host::{MergedSample, PageState};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::placement::placer::summarize;
 use pagefold_engine::placement::policy::{Latencies, Placement};
-use pagefold_engine::region::RELATIVES_MOST;
 use pagefold_engine::sampling::census::choose::first_fraction;
 use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::{Vpn, index};
@@ -119,7 +118,6 @@ impl Prepared {
         })?;
         refuse_if_nothing_is_left(&survey, &deny)?;
         let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
-        scanner.census.mappings_most = RELATIVES_MOST;
         let contents = if wanted.causes { Contents::Present } else { Contents::All };
         let mut memory = ProcessMemory {
             how: ReadHow { contents, ..ReadHow::default() },

@@ -244,7 +244,6 @@ fn frames_that_too_many_processes_share_save_nothing() {
             ..Cell::default()
         };
         let mut census = Census::new((0..2 * sharers).map(cell).collect());
-        census.mappings_most = 20;
         for page in 0..100 {
             for family in [0..sharers, sharers..2 * sharers] {
                 let cells: Vec<u32> = family.collect();
