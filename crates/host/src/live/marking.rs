@@ -29,8 +29,8 @@ const MARK_NS: u64 = 250_000_000;
 /// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
 /// If a process takes `SLOW_NS`, the processes of its user and its cgroup come last for `LAST_NS`, nanoseconds.
-pub(super) const SLOW_NS: u64 = 100_000_000;
-pub(super) const LAST_NS: u64 = 60_000_000_000;
+const SLOW_NS: u64 = 100_000_000;
+const LAST_NS: u64 = 60_000_000_000;
 
 /// If a process has at least `MANY_MAPPINGS`, we count them before we may split some. We leave it `SPARE_MAPPINGS` for
 /// itself: without one to spare, its own mmap(2) fails.
@@ -55,9 +55,10 @@ impl SlowOrigins {
         self.0.iter().any(|(slow, _)| target.origin.shares_with(*slow))
     }
 
-    pub(super) fn extend(&mut self, target: Option<&Target>, until_ns: u64) {
-        let Some(target) = target.filter(|target| !self.has(target)) else { return };
-        self.0.push((target.origin, until_ns));
+    /// Records that a process has taken this long.
+    pub(super) fn note(&mut self, target: Option<&Target>, took_ns: u64, now_ns: u64) {
+        let Some(target) = target.filter(|target| took_ns > SLOW_NS && !self.has(target)) else { return };
+        self.0.push((target.origin, now_ns + LAST_NS));
     }
 }
 
@@ -241,10 +242,8 @@ impl LiveHost {
                 continue;
             }
             self.change_process(pid, &wanted, &mut all, outcome);
-            if elapsed_ns(began) > before_ns + SLOW_NS {
-                let until_ns = self.now_ns() + LAST_NS;
-                self.slow.extend(self.targets.get(&pid), until_ns);
-            }
+            let now_ns = self.now_ns();
+            self.slow.note(self.targets.get(&pid), elapsed_ns(began) - before_ns, now_ns);
         }
         changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }

@@ -4,7 +4,6 @@
 //! the targets, before we mark anything else, and even while the run is paused or has given KSM up.
 
 use super::machine::elapsed_ns;
-use super::marking::{LAST_NS, SLOW_NS};
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
 use crate::targets::Marks;
@@ -94,9 +93,7 @@ impl LiveHost {
                 changed |= result != Try::Nothing;
             }
             let spent_ns = elapsed_ns(began);
-            if spent_ns > before_ns + SLOW_NS {
-                self.slow.extend(self.targets.get(&pid), now_ns + LAST_NS);
-            }
+            self.slow.note(self.targets.get(&pid), spent_ns - before_ns, now_ns);
             if spent_ns > PASS_NS {
                 // If others are pending and not tried yet, we mark nothing until then.
                 self.withdrawing.last_pid = pid;
