@@ -1,6 +1,6 @@
 //! `/proc/PID/status` and `/proc/PID/exe`: user, tracer, capabilities and executable of a process.
 
-use crate::os::fields::{MISSING, NOT_A_NUMBER, field, kib, number};
+use crate::os::fields::{MISSING, NOT_A_NUMBER, field, kib_or_none, number};
 use crate::process::{Process, ReadError};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -40,6 +40,7 @@ impl Status {
             uids: four_ids(text, "Uid")?,
             gids: four_ids(text, "Gid")?,
             permitted: u64::from_str_radix(text_of(text, "CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
+            // Kernel threads and zombies lack these.
             locked_kib: kib_or_none(text, "VmLck")?,
             pinned_kib: kib_or_none(text, "VmPin")?,
         })
@@ -47,14 +48,6 @@ impl Status {
 
     pub fn effective_uid(&self) -> u32 {
         self.uids[1]
-    }
-}
-
-/// The value of a field that kernel threads and zombies lack.
-fn kib_or_none(status: &[u8], key: &str) -> Result<u64, &'static str> {
-    match kib(status, key) {
-        Err(MISSING) => Ok(0),
-        other => other,
     }
 }
 

@@ -39,6 +39,17 @@ pub fn kib(text: &[u8], key: &str) -> Result<u64, &'static str> {
     value.strip_suffix(b" kB").and_then(parsed).ok_or("a field is not in kB")
 }
 
+/// Like [`kib`], but a missing key counts as 0.
+///
+/// # Errors
+/// If the value is not in kB.
+pub fn kib_or_none(text: &[u8], key: &str) -> Result<u64, &'static str> {
+    match kib(text, key) {
+        Err(MISSING) => Ok(0),
+        other => other,
+    }
+}
+
 fn parsed<T: FromStr>(text: &[u8]) -> Option<T> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }

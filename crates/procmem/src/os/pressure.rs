@@ -6,7 +6,7 @@
 //! `KSM_THRES_COEF` of 20).
 
 use super::arc;
-use super::fields::{MISSING, NOT_A_NUMBER, kib};
+use super::fields::{NOT_A_NUMBER, kib, kib_or_none};
 use crate::os::fault;
 use pagefold_engine::host::MemoryView;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Permyriad};
@@ -104,15 +104,8 @@ pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str>
     // The last line may be cut off.
     let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let whole = &text[..end];
-    let total = pages(whole, "MemTotal")?.saturating_sub(pages_or_none(whole, "Hugetlb")?);
-    Ok((total, pages(whole, "MemAvailable")?, pages_or_none(whole, "SwapFree")?))
-}
-
-fn pages_or_none(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
-    match pages(meminfo, key) {
-        Err(MISSING) => Ok(Pages(0)),
-        other => other,
-    }
+    let total = pages(kib(whole, "MemTotal")?)?.saturating_sub(pages(kib_or_none(whole, "Hugetlb")?)?);
+    Ok((total, pages(kib(whole, "MemAvailable")?)?, pages(kib_or_none(whole, "SwapFree")?)?))
 }
 
 /// Parses `/proc/swaps`: how much of zram is free.
@@ -132,12 +125,9 @@ pub fn parse_zram_free(text: &[u8]) -> Result<Pages, &'static str> {
     Ok(Pages(free_kib / 4))
 }
 
-fn pages(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
-    match kib(meminfo, key)? {
-        // The number of bytes must not overflow.
-        kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
-        _ => Err("a field is too large"),
-    }
+fn pages(kib: u64) -> Result<Pages, &'static str> {
+    // The number of bytes must not overflow.
+    if kib.checked_mul(1024).is_some() { Ok(Pages(kib / 4)) } else { Err("a field is too large") }
 }
 
 /// Parses `/proc/pressure/memory`: the share of the last 10 s during which some task waited for memory.
