@@ -1,7 +1,6 @@
 //! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark (many spans
-//! of one process share a line), every
-//! merge on request, every user's request to exclude or include processes, and the command's beginning and end. It
-//! contains no memory contents and no digests of them.
+//! of one process share a line), every merge on request, every user's request to exclude or include processes, and the
+//! command's beginning and end. It contains no memory contents and no digests of them.
 //!
 //! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
 //! too many lines wait already. We count lost lines and report the first; the next line that we can write says how many

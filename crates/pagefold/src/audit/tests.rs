@@ -8,6 +8,8 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::sync::mpsc::Sender;
 
 fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
     let owner = Owner {
@@ -41,11 +43,9 @@ fn many_changes_to_one_process_share_a_line() {
     assert_eq!(serde_json::to_value(&lines[15]).unwrap()["spans"], Value::Null);
 }
 
-#[test]
-fn one_users_lines_displace_no_others() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("audit.jsonl");
-    let mut audit = Audit::open(&path).unwrap();
+/// A log whose file system hangs until the sender is dropped.
+fn hanging(path: &Path) -> (Audit, Sender<()>) {
+    let mut audit = Audit::open(path).unwrap();
     let mut file = audit.file.take().unwrap();
     let (answer, answers) = channel::<()>();
     let serve = move |next| {
@@ -53,6 +53,14 @@ fn one_users_lines_displace_no_others() {
         file.serve(next);
     };
     audit.orders.start("test", serve).unwrap();
+    (audit, answer)
+}
+
+#[test]
+fn one_users_lines_displace_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let (mut audit, answer) = hanging(&path);
     let tries = 10_000;
     (0..tries).for_each(|_| audit.write(&Entry::Mark(change(1))));
     let lost = audit.lost();
@@ -139,14 +147,7 @@ fn a_line_that_cannot_be_written_is_counted_the_first_reported_and_the_gap_shown
 fn a_log_that_takes_no_lines_delays_nothing_and_tells_how_many_it_lacks() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
-    let mut audit = Audit::open(&path).unwrap();
-    let mut file = audit.file.take().unwrap();
-    let (answer, answers) = channel::<()>();
-    let serve = move |next| {
-        let _ = answers.recv();
-        file.serve(next);
-    };
-    audit.orders.start("test", serve).unwrap();
+    let (mut audit, answer) = hanging(&path);
     let line = line_of(&end(), SystemTime::now()).len();
     let fit = (ROOM / line) as u64;
     for _ in 0..fit + 7 {
