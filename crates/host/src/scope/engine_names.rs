@@ -1,6 +1,7 @@
 //! Names of containers and pods, by the identifiers in their cgroups' paths. We read them where engines keep them for
 //! root: nobody else can write there, so a rootless container has no name for us.
 
+use pagefold_procmem::os::locked;
 use pagefold_text::regular;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -9,7 +10,7 @@ use std::fs::{self, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex};
 
 /// Docker's configuration of a container.
 const DOCKER: &str = "var/lib/docker/containers";
@@ -99,7 +100,7 @@ impl EngineNames {
     /// A name that we read only if the file has changed.
     fn of_file(&self, id: &str, file: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
         let version = version_of(file)?;
-        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = locked(&self.found);
         let known = found.get(id).cloned();
         if known.as_ref().is_none_or(|(of, _)| *of != version) {
             if let Some(name) = read(file) {
@@ -116,7 +117,7 @@ impl EngineNames {
 
     /// From the lists of Podman and CRI-O.
     fn of_storage(&self, id: &str) -> Option<String> {
-        let mut storage = self.storage.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut storage = locked(&self.storage);
         for (file, list) in STORAGE.into_iter().zip(storage.iter_mut()) {
             let file = self.root.join(file);
             let version = version_of(&file);

@@ -71,13 +71,7 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     symlink(&path, directory.path().join("link")).unwrap();
     let shown = || PathBuf::from(format!("{} (deleted)", path.display()));
     let file = Found::of_path(&path).unwrap();
-    let replaced = |file: Found| Exe {
-        path: shown(),
-        file: Some(file),
-        place: None,
-        trust: OnceLock::new(),
-        led_here: Arc::default(),
-    };
+    let replaced = |file: Found| Exe { file: Some(file), ..exe(&shown()) };
     fs::remove_file(&path).unwrap();
     for selector in ["server", path.to_str().unwrap()] {
         assert_eq!(replaced(file).matches(selector, b"server"), Matching::Yes, "{selector}");
@@ -102,8 +96,7 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     }
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     assert!(matches!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Writable { .. })));
-    let unknown = Exe { path: shown(), file: None, place: None, trust: OnceLock::new(), led_here: Arc::default() };
-    assert_eq!(unknown.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
+    assert_eq!(exe(&shown()).matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
 }
 
 #[test]

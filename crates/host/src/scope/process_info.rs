@@ -48,12 +48,10 @@ pub struct CgroupInfo {
     pub path: Option<String>,
     /// The trust domain that the cgroups' attributes set.
     pub domain: Option<String>,
-    /// Whether the kernel hides its cgroups, since a path is over 4096 bytes long (kernel/cgroup/cgroup.c).
-    pub(crate) are_hidden: bool,
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// Its cgroup in each hierarchy; of a very deep one, the parent at [`Self::LEVELS_MOST`].
+    /// Its cgroup in each hierarchy; of a very deep one, the parent that we know.
     pub(super) all: Vec<Cgroup>,
     /// A cgroup that may say anything, because it's too deep, or we can't read it. We leave the process alone.
     pub(crate) unreadable: Option<String>,
@@ -62,13 +60,14 @@ pub struct CgroupInfo {
 }
 
 impl CgroupInfo {
-    /// We read nothing of a cgroup deeper than this. The kernel walks each level again for each file and attribute, and
-    /// any user with a delegated cgroup can make thousands.
-    pub(super) const LEVELS_MOST: usize = 64;
-
     /// The facts about cgroups that we can't read.
     pub(crate) fn unreadable(cgroup: &str) -> Self {
         Self { unreadable: Some(cgroup.to_owned()), ..Self::default() }
+    }
+
+    /// Whether the kernel hides its cgroups, since a path is over 4096 bytes long (kernel/cgroup/cgroup.c).
+    pub(super) fn are_hidden(&self) -> bool {
+        self.unreadable.is_some() && self.all.is_empty()
     }
 }
 

@@ -16,7 +16,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Our name for a cgroup below [`CgroupInfo::LEVELS_MOST`].
+/// We read nothing of a cgroup deeper than this. The kernel walks each level again for each file and attribute, and any
+/// user with a delegated cgroup can make thousands.
+const LEVELS_MOST: usize = 64;
 const TOO_DEEP: &str = "a cgroup with more than 64 levels";
 
 /// The selectors, resolved.
@@ -167,7 +169,7 @@ impl Selection {
         info.selected_by = None;
         info.distrust = None;
         // We'll leave it alone if its cgroups are hidden, but have to know of its marks.
-        let may_match = info.cgroups.are_hidden && !self.for_undoing;
+        let may_match = info.cgroups.are_hidden() && !self.for_undoing;
         for (at, matcher) in self.matchers.iter().enumerate() {
             let matching = match matcher {
                 Some(matcher) if may_match && matcher.needs_cgroups() => Matching::Yes,
@@ -204,13 +206,12 @@ impl Selection {
     /// processes.
     pub(crate) fn cgroup_info(&mut self, text: Option<&[u8]>) -> CgroupInfo {
         let Some(text) = text else {
-            let unreadable = CgroupInfo::unreadable("a cgroup with a path of over 4096 bytes");
-            return CgroupInfo { are_hidden: true, ..unreadable };
+            return CgroupInfo::unreadable("a cgroup with a path of over 4096 bytes");
         };
         let mut all = parse_cgroups(text);
         let mut is_deep = false;
         for cgroup in &mut all {
-            if let Some((end, _)) = cgroup.path.match_indices('/').nth(CgroupInfo::LEVELS_MOST) {
+            if let Some((end, _)) = cgroup.path.match_indices('/').nth(LEVELS_MOST) {
                 cgroup.path.truncate(end);
                 is_deep = true;
             }
@@ -231,7 +232,6 @@ impl Selection {
         CgroupInfo {
             path: shown_path(&all),
             domain: self.attributes.domain(&all),
-            are_hidden: false,
             opt_outs,
             limiting,
             selected_by: self.by_cgroups(&all),

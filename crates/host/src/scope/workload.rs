@@ -1,9 +1,9 @@
 //! Names a cgroup as its administrators do: a virtual machine, a container, a pod, a systemd unit.
 //!
-//! We look at the path, and at the names that engines have for what's in it. Formats: systemd's escapes (systemd-escape(1)); libvirt's
-//! `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`,
-//! `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the
-//! kubelet's `...podUID.slice` and `kubepods/.../podUID`; LXC's `lxc.payload.NAME`.
+//! We look at the path, and at the names that engines have for what's in it. Formats: systemd's escapes
+//! (systemd-escape(1)); libvirt's `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and
+//! `lxc/CTID`; `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs
+//! driver, `docker/ID`; the kubelet's `...podUID.slice` and `kubepods/.../podUID`; LXC's `lxc.payload.NAME`.
 //!
 //! A path has several names: a container is in a pod, a service in a slice. Any of them selects the processes below.
 
@@ -150,13 +150,11 @@ pub(super) struct Label<'a> {
 
 impl Label<'_> {
     fn workload(&self) -> Workload {
-        let name = match self.kind {
+        let name = self.engines_name().unwrap_or_else(|| match self.kind {
+            WorkloadKind::Container if is_id(&self.name) => self.name[..SHORT_ID].to_owned(),
             WorkloadKind::Unit => unescaped(&self.name),
-            WorkloadKind::Container if is_id(&self.name) => {
-                self.engines_name().unwrap_or_else(|| self.name[..SHORT_ID].to_owned())
-            }
-            _ => self.engines_name().unwrap_or_else(|| self.name.clone()),
-        };
+            _ => self.name.clone(),
+        });
         Workload { kind: self.kind, name: printable(name.as_bytes()) }
     }
 
