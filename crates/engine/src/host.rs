@@ -375,6 +375,12 @@ pub struct Span {
     pub pages: Pages,
 }
 
+impl Span {
+    pub fn end(&self) -> Vpn {
+        self.first + self.pages.0
+    }
+}
+
 /// A span to mark or unmark, and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {

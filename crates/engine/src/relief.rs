@@ -22,7 +22,8 @@
 use crate::host::{LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::marker::SPLIT_FROM;
-use crate::placement::inventory::{merged_runs, take_pages};
+use crate::marking::waiting::{Wait, Waiting};
+use crate::placement::inventory::{may_be_merged_anywhere, merged_runs, take_pages};
 use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::reserve::Keep;
@@ -120,17 +121,32 @@ struct Survey {
     outside: Vec<(Part, u64)>,
     /// Other processes' merged pages, whichever cgroup they're charged to.
     copies: FxHashMap<Part, (OwnerKey, Pages)>,
+    /// What waits for unmarking, and how many of the cgroup's own pages there are merged. `merged` is without these.
+    waiting: Waiting,
+    merged_waiting: Pages,
+    /// Charged frames that other processes map in spans that we couldn't unmark.
+    stuck: FxHashSet<u64>,
 }
 
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
+    /// When we may look again if nothing has got worse, nanoseconds.
     next_ns: u64,
     pause_ns: u64,
     /// Whether this cycle's plan looks pages up.
     is_asking: bool,
-    /// By how much limits could be exceeded when we last looked, and when that was, nanoseconds.
-    looked: FxHashMap<LimitKey, (Pages, u64)>,
+    looked: FxHashMap<LimitKey, Look>,
+}
+
+/// The last look at a limit.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    at_ns: u64,
+    /// By how much the limit could be exceeded then.
+    over: Pages,
+    /// Whether something that the look chose couldn't be unmarked.
+    was_in_vain: bool,
 }
 
 impl Relief {
@@ -152,21 +168,36 @@ impl Relief {
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
     /// by more than at the last look.
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
-        self.looked.get(&view.key).is_none_or(|&(before, _)| over.0 > before.0 + view.limit.0 / WORSE)
+        let Some(last) = self.looked.get(&view.key) else { return true };
+        last.was_in_vain || over.0 > last.over.0 + view.limit.0 / WORSE
+    }
+
+    /// Something that we chose can't be unmarked now. Merging has to wait until we've looked again, at all limits,
+    /// because we don't know which of them it was for.
+    pub fn miss(&mut self) {
+        for look in self.looked.values_mut() {
+            look.was_in_vain = true;
+        }
     }
 
     /// If it's time, begins to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
-    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, now_ns: u64) {
+    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: Waiting, now_ns: u64) {
         if self.is_busy() {
             return;
         }
-        let looked_ns = self.looked.get(&view.key).map_or(0, |&(_, at_ns)| at_ns);
+        let looked_ns = self.looked.get(&view.key).map_or(0, |look| look.at_ns);
         let from_ns = if self.is_wanted(view, over) { looked_ns + PAUSE_NS } else { self.next_ns };
         if looked_ns > 0 && now_ns < from_ns {
             return;
         }
-        self.looked.insert(view.key, (over, now_ns));
+        self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
         let mut ahead = merged_runs(table);
+        for Wait { span, .. } in waiting.iter() {
+            // If a region may be merged anywhere, we look up all of it anyway.
+            if let Some(region) = table.at(span.region, span.first).filter(|region| !may_be_merged_anywhere(region)) {
+                ahead.push_front(region.run(span.first, span.pages));
+            }
+        }
         let mut left = LOOKED_UP_MOST;
         ahead.retain(|run| {
             let fits = u64::from(run.pages) <= left;
@@ -181,6 +212,9 @@ impl Relief {
             frames: FxHashSet::default(),
             outside: Vec::new(),
             copies: FxHashMap::default(),
+            waiting,
+            merged_waiting: Pages(0),
+            stuck: FxHashSet::default(),
         });
     }
 
@@ -240,21 +274,41 @@ fn part_of(region: &Region, page: Vpn) -> Part {
 
 impl Survey {
     fn add(&mut self, region: &Region, sample: &MergedSample) {
-        let is_member = self.members.contains(&region.view.owner);
-        if is_member {
-            *self.merged.entry(place_of(region)).or_default() += 1;
-        }
-        let part = part_of(region, sample.page);
-        if !is_member {
-            let (_, copies) = self.copies.entry(part).or_insert((region.view.owner, Pages(0)));
-            *copies += Pages(1);
-        }
+        let wait = self.waiting.at(region.view.key, sample.page);
         if sample.charged {
             self.frames.insert(sample.frame);
-            if !is_member {
-                self.outside.push((part, sample.frame));
+        }
+        if self.members.contains(&region.view.owner) {
+            match wait {
+                Some(_) => self.merged_waiting += Pages(1),
+                None => *self.merged.entry(place_of(region)).or_default() += 1,
+            }
+            return;
+        }
+        if wait.is_some_and(|wait| wait.is_stuck) {
+            if sample.charged {
+                self.stuck.insert(sample.frame);
+            }
+            return;
+        }
+        let part = part_of(region, sample.page);
+        let (_, copies) = self.copies.entry(part).or_insert((region.view.owner, Pages(0)));
+        *copies += Pages(1);
+        if sample.charged {
+            self.outside.push((part, sample.frame));
+        }
+    }
+
+    /// How many of the cgroup's own pages wait for unmarking, and could be merged until then.
+    fn unmerged_waiting(&self, table: &RegionTable) -> Pages {
+        let mut pages = Pages(0);
+        for Wait { span, .. } in self.waiting.iter() {
+            let region = table.at(span.region, span.first);
+            if let Some(region) = region.filter(|region| self.members.contains(&region.view.owner)) {
+                pages += span.pages.min(region.resident());
             }
         }
+        pages.saturating_sub(self.merged_waiting)
     }
 
     fn relieve(
@@ -265,13 +319,14 @@ impl Survey {
         budget: CopyBudget<'_>,
     ) -> Option<Relieved> {
         let used = view.limit.saturating_sub(view.left);
-        let merged = Pages(self.merged.values().sum());
+        let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
         if without_merging > view.limit {
             return None;
         }
-        let held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
-        let mut at_worst = without_merging + Pages(count(held.len()));
+        let mut held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
+        held.extend(&self.stuck);
+        let mut at_worst = without_merging + Pages(count(held.len())) + self.unmerged_waiting(table);
         let goal = view.limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
         if at_worst > view.limit {
@@ -288,6 +343,9 @@ impl Survey {
         let mut frames_in: FxHashMap<Part, Vec<u64>> = FxHashMap::default();
         let mut parts_with: FxHashMap<u64, Vec<Part>> = FxHashMap::default();
         for &(part, frame) in &self.outside {
+            if self.stuck.contains(&frame) {
+                continue;
+            }
             frames_in.entry(part).or_default().push(frame);
             parts_with.entry(frame).or_default().push(part);
         }
@@ -407,7 +465,7 @@ mod tests {
     /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
-        relief.begin(view, Pages(1), &table, S);
+        relief.begin(view, Pages(1), &table, Waiting::default(), S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
         let found = relief.record(&table, &samples(shares), budget(std::slice::from_ref(view), u64::MAX), keep, S)?;
@@ -442,7 +500,7 @@ mod tests {
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
-            relief.begin(&view, Pages(1), &table, S);
+            relief.begin(&view, Pages(1), &table, Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), spare);
             let keep = Keep::Share(Permyriad(0));
@@ -462,7 +520,7 @@ mod tests {
         let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
         let mut looks = |over: u64, at_ns: u64| {
             let is_wanted = relief.is_wanted(&view, Pages(over));
-            relief.begin(&view, Pages(over), &table, at_ns);
+            relief.begin(&view, Pages(over), &table, Waiting::default(), at_ns);
             let begins = relief.is_busy();
             relief.inspect();
             relief.record(&table, &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);

@@ -190,6 +190,27 @@ fn others_take_copies_of_their_own_when_a_cgroup_grows() {
 }
 
 #[test]
+fn a_process_that_cannot_be_stopped_keeps_no_limit_from_relief() {
+    for mut sim in machines() {
+        let with = |content| Mapping::new(Pages(EACH), Fill::Series(content));
+        let pays = sim.add(Process::starting_at(0).mapping(with(1)).mapping(with(2)));
+        let stuck = sim.add(Process::starting_at(0).mapping(with(1)));
+        let other = sim.add(Process::starting_at(0).mapping(with(2)));
+        for (key, owner, eighths) in [(1, pays, 60), (2, stuck, 12), (3, other, 12)] {
+            sim.limit(LimitKey(key), Pages(EACH * eighths / 8), &[owner]);
+        }
+        sim.run(60);
+        assert_eq!(sim.charged_at_worst(LimitKey(1)), Pages(4 * EACH), "it keeps all pages for the others");
+        sim.leave_alone(stuck, true);
+        let limit = Pages(EACH * 32 / 10);
+        sim.limit(LimitKey(1), limit, &[pays]);
+        sim.run(30);
+        assert!(sim.charged_at_worst(LimitKey(1)) <= limit, "{:?}", sim.charged_at_worst(LimitKey(1)));
+        assert_eq!(sim.saved(), Pages(EACH), "of the process that can't be stopped");
+    }
+}
+
+#[test]
 fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
     for mut sim in machines() {
         let owners = merged(&mut sim, 3);

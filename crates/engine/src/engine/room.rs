@@ -6,6 +6,7 @@ use crate::headroom::Headroom;
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
 use crate::keys::{OwnerKey, RegionKey};
 use crate::marking::extents::CUT_PAGES;
+use crate::marking::waiting::Wait;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
 use crate::relief::{CopyBudget, Part, Relief};
@@ -32,7 +33,7 @@ impl Engine {
         if !self.room.reserve.is_due(*now_ns) {
             return;
         }
-        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking());
+        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking(*now_ns));
         let planner = self.planner();
         let worst = by_owner(&self.table, limits, |region| planner.may_return(region));
         let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
@@ -69,8 +70,8 @@ impl Engine {
     /// no longer among the marks.
     fn waiting(&self) -> FxHashMap<(RegionKey, Vpn), Pages> {
         let mut waiting: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
-        for span in self.ksmd.marker.spans_to_unmark() {
-            let end = span.first + span.pages.0;
+        for Wait { span, .. } in self.ksmd.marker.waiting().iter() {
+            let end = span.end();
             let mut at = span.first;
             // A span may lie in several blocks of a mapping.
             while let Some(region) = self.table.at(span.region, at).filter(|_| at < end) {
@@ -105,21 +106,23 @@ impl Engine {
         if !ksm.ours || ksm.merged() == Pages(0) {
             return;
         }
+        if self.ksmd.marker.take_missed_relief() {
+            self.room.relief.miss();
+        }
         let exceeded = self.room.headroom.exceeded();
         self.room.relief.keep_only(&exceeded);
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
             if !self.ksmd.marker.is_giving_room() {
-                self.room.relief.begin(view, over, &self.table, *now_ns);
+                self.room.relief.begin(view, over, &self.table, self.ksmd.marker.waiting(), *now_ns);
             }
         }
     }
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
     pub(super) fn may_not_merge(&self) -> bool {
-        let is_relieving = self.ksmd.marker.is_relieving(self.snapshot.now_ns);
-        self.room.needs_relief || self.room.relief.is_busy() || is_relieving
+        self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.is_relieving()
     }
 
     /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the

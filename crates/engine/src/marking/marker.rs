@@ -11,6 +11,7 @@ use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::limits::Allowance;
 use crate::marking::extents::{Candidate, Counts, beginning};
 use crate::marking::profit::{Wave, paying_density};
+use crate::marking::waiting::Waiting;
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
@@ -28,10 +29,11 @@ const HOLD_NS: u64 = 2_000_000_000;
 const REFRESH_NS: u64 = 10_000_000_000;
 /// The longest such pause, nanoseconds.
 const REFRESH_MAX_NS: u64 = 600_000_000_000;
-/// If we can't unmark a span, we try again after this time, nanoseconds.
-const UNMARK_AGAIN_NS: u64 = 10_000_000_000;
-/// If we can't stop a target, we try again after this time, nanoseconds.
+/// If we can't stop a target, we try again after this time, nanoseconds. For unmarking, the pause doubles with each
+/// try.
 const RETRY_NS: u64 = 1_000_000_000;
+/// The longest such pause, nanoseconds.
+const RETRY_MAX_NS: u64 = 10_000_000_000;
 /// If a target has no mappings to spare, we try again after this time, nanoseconds.
 const MAPPINGS_AGAIN_NS: u64 = 300_000_000_000;
 /// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
@@ -58,6 +60,8 @@ pub struct Marker {
     /// cost time.
     urgent: Unmarking,
     broken: Unmarking,
+    /// Whether we had to put off a span that a limit needs, for the first time.
+    missed_relief: bool,
     next_refresh_ns: u64,
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
@@ -69,13 +73,23 @@ pub struct Marker {
     renewal_expected: Pages,
 }
 
-/// Spans to unmark, and when to go on with them.
+/// Spans to unmark.
 #[derive(Clone, Debug, Default)]
 struct Unmarking {
     changes: VecDeque<Change>,
-    next_ns: u64,
-    /// Spans whose target has no mappings to spare, and when we try them again. Nothing waits for these.
-    put_off: VecDeque<(u64, Change)>,
+    /// Spans that we couldn't unmark. Nothing waits for these: otherwise, one program that can't be stopped would keep
+    /// all others from getting memory back.
+    put_off: Vec<PutOff>,
+    /// The pause before this try, nanoseconds. 0 if it's the first one.
+    pause_ns: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct PutOff {
+    change: Change,
+    /// When we try again, and how long we pause before that, nanoseconds.
+    at_ns: u64,
+    pause_ns: u64,
 }
 
 /// The scan scheduler, and the allowance and headroom that marks use up.
@@ -256,7 +270,7 @@ impl Marker {
         let waiting = self.waiting();
         let mut parts_of = parts_by_owner(table);
         for region in table.iter_mut() {
-            if is_waiting(region, &waiting) {
+            if waiting.has_part_of(region) {
                 continue;
             }
             let is_over = region.hold.may_mark(now_ns) && region.usage.cow_breaks.end_rests(now_ns, by_marks);
@@ -310,14 +324,16 @@ impl Marker {
         true
     }
 
-    fn waiting(&self) -> Waiting {
-        self.spans_to_unmark().map(|span| ((span.region, span.first), span.first + span.pages.0)).collect()
-    }
-
     /// The spans that wait for unmarking.
-    pub fn spans_to_unmark(&self) -> impl Iterator<Item = &Span> {
-        let put_off = self.urgent.put_off.iter().chain(&self.broken.put_off).map(|(_, change)| change);
-        self.urgent.changes.iter().chain(&self.broken.changes).chain(put_off).map(|change| &change.span)
+    pub fn waiting(&self) -> Waiting {
+        let mut waiting = Waiting::default();
+        for change in self.urgent.changes.iter().chain(&self.broken.changes) {
+            waiting.add(change.span, false);
+        }
+        for PutOff { change, .. } in self.urgent.put_off.iter().chain(&self.broken.put_off) {
+            waiting.add(change.span, !matches!(change.why, Why::CowBroken { .. }));
+        }
+        waiting
     }
 
     /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
@@ -364,10 +380,18 @@ impl Marker {
     /// Makes spans from `first` to `end` urgent if they wait for unmarking because of COW breaks: a cgroup limit needs
     /// the memory now.
     pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
+        let wants = |span: &Span| span.region == key && span.first < end && first < span.end();
+        for put_off in std::mem::take(&mut self.broken.put_off) {
+            if wants(&put_off.change.span) {
+                self.broken.changes.push_back(put_off.change);
+            } else {
+                self.broken.put_off.push(put_off);
+            }
+        }
         for Change { span, why } in std::mem::take(&mut self.broken.changes) {
-            let span_end = span.first + span.pages.0;
+            let span_end = span.end();
             let (from, to) = (span.first.max(first), span_end.min(end));
-            if span.region != key || from >= to {
+            if !wants(&span) {
                 self.broken.changes.push_back(Change { span, why });
                 continue;
             }
@@ -431,40 +455,64 @@ impl Marker {
         region.usage.cow_breaks.forget_pages();
     }
 
-    pub fn is_unmarking(&self) -> bool {
-        self.is_giving_room() || !self.broken.changes.is_empty()
+    /// Whether there are spans to unmark now.
+    pub fn is_unmarking(&self, now_ns: u64) -> bool {
+        self.urgent.is_due(now_ns) || self.broken.is_due(now_ns)
     }
 
-    /// Whether there are spans to unmark for a reason other than breaks.
+    /// Whether there are spans to unmark for a reason other than breaks, without the ones that we put off.
     pub fn is_giving_room(&self) -> bool {
         !self.urgent.changes.is_empty()
     }
 
-    /// Whether we're about to unmark spans because a limit has no headroom for them.
-    pub fn is_relieving(&self, now_ns: u64) -> bool {
-        now_ns >= self.urgent.next_ns && self.urgent.changes.iter().any(|change| change.why == Why::Charge)
+    /// Whether we're about to unmark spans because a limit has no headroom for them, or couldn't unmark one and haven't
+    /// told the caller yet.
+    pub fn is_relieving(&self) -> bool {
+        self.missed_relief || self.urgent.changes.iter().any(|change| change.why == Why::Charge)
+    }
+
+    /// Whether, since the last call, we had to put off a span that a limit needs.
+    pub fn take_missed_relief(&mut self) -> bool {
+        std::mem::take(&mut self.missed_relief)
     }
 
     /// The span to unmark now. We take one span at a time, because unmarking copies the merged pages in it. But we take
     /// all of that span, because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
-        let urgent = self.urgent.next(table, now_ns, allowance);
-        urgent.or_else(|| self.broken.next(table, now_ns, allowance))
+        while let Some((change, pause_ns)) = self.urgent.pop(now_ns).or_else(|| self.broken.pop(now_ns)) {
+            let Change { span, why } = change;
+            // If there's none, the region has ended.
+            let Some(region) = table.at(span.region, span.first) else { continue };
+            let owner = region.view.owner;
+            if region.hold.left_alone || allowance.stops_left(owner) == 0 {
+                self.put_off_for(RETRY_NS, change, pause_ns, now_ns);
+                continue;
+            }
+            allowance.use_stops(owner, 1);
+            self.unmarking_for(why).pause_ns = pause_ns;
+            return Some(change);
+        }
+        None
+    }
+
+    /// Puts off a span. `last_pause_ns` is 0 if we've just tried it for the first time.
+    fn put_off_for(&mut self, pause_ns: u64, change: Change, last_pause_ns: u64, now_ns: u64) {
+        self.missed_relief |= change.why == Why::Charge && last_pause_ns == 0;
+        let put_off = PutOff { change, at_ns: now_ns + pause_ns, pause_ns };
+        self.unmarking_for(change.why).put_off.push(put_off);
     }
 
     /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
     /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for &ChangeResult { change, marking } in &outcome.unmarked {
-            let unmarking = self.unmarking_for(change.why);
-            match marking {
-                Marking::Busy => {
-                    unmarking.changes.push_back(change);
-                    unmarking.next_ns = now_ns + UNMARK_AGAIN_NS;
-                }
-                Marking::NoMappings => unmarking.put_off.push_back((now_ns + MAPPINGS_AGAIN_NS, change)),
-                Marking::Done(_) | Marking::Refused => {}
-            }
+            let pause_ns = self.unmarking_for(change.why).pause_ns;
+            let next_ns = match marking {
+                Marking::Busy => (pause_ns * 2).clamp(RETRY_NS, RETRY_MAX_NS),
+                Marking::NoMappings => MAPPINGS_AGAIN_NS,
+                Marking::Done(_) | Marking::Refused => continue,
+            };
+            self.put_off_for(next_ns, change, pause_ns, now_ns);
         }
     }
 
@@ -582,43 +630,19 @@ fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
 }
 
 impl Unmarking {
-    /// The next span, if it's time for it.
-    fn next(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
-        while self.put_off.front().is_some_and(|&(at_ns, _)| now_ns >= at_ns) {
-            self.changes.extend(self.put_off.pop_front().map(|(_, change)| change));
+    /// Takes the next span: a new one, or else one that it's time to try again. Returns its last pause as well.
+    fn pop(&mut self, now_ns: u64) -> Option<(Change, u64)> {
+        if let Some(change) = self.changes.pop_front() {
+            return Some((change, 0));
         }
-        if now_ns < self.next_ns {
-            return None;
-        }
-        loop {
-            let front = *self.changes.front()?;
-            if let Some(region) = table.at(front.span.region, front.span.first) {
-                if region.hold.left_alone {
-                    // The other spans don't have to wait for this process.
-                    self.changes.rotate_left(1);
-                    self.next_ns = now_ns + RETRY_NS;
-                    return None;
-                }
-                if allowance.stops_left(region.view.owner) == 0 {
-                    return None;
-                }
-                allowance.use_stops(region.view.owner, 1);
-                return self.changes.pop_front();
-            }
-            // The region has ended.
-            self.changes.pop_front();
-        }
+        let due = self.put_off.iter().position(|put_off| put_off.at_ns <= now_ns)?;
+        let PutOff { change, pause_ns, .. } = self.put_off.remove(due);
+        Some((change, pause_ns))
     }
-}
 
-/// The ends of spans that wait to be unmarked, by their starts.
-type Waiting = BTreeMap<(RegionKey, Vpn), Vpn>;
-
-/// Whether a part of a region waits to be unmarked.
-fn is_waiting(region: &Region, waiting: &Waiting) -> bool {
-    let key = region.view.key;
-    let last = waiting.range((key, Vpn(0))..(key, region.end())).next_back();
-    last.is_some_and(|(_, &end)| end > region.view.first)
+    fn is_due(&self, now_ns: u64) -> bool {
+        !self.changes.is_empty() || self.put_off.iter().any(|put_off| put_off.at_ns <= now_ns)
+    }
 }
 
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
@@ -636,7 +660,7 @@ fn ready(
         if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) {
             continue;
         }
-        if is_waiting(region, waiting) {
+        if waiting.has_part_of(region) {
             // We look at the region again after its rest.
             region.life.advance(Event::Settle);
             continue;
@@ -870,11 +894,32 @@ mod tests {
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
         let no_room = ChangeResult { change, marking: Marking::Busy };
         marker.record_unmarked(S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
-        assert_eq!((unmark(&mut marker, &table, 2 * S), marker.is_giving_room()), (None, false));
+        assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(20 * 512), "others needn't wait");
+        assert_eq!((unmark(&mut marker, &table, S), marker.is_giving_room()), (None, false));
         let (why, reason) = (Why::MemoryShort, LeaveAlone::TakenBack);
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), 2 * S, why, reason);
         assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
-        assert_eq!(unmark(&mut marker, &table, 12 * S).map(|(first, ..)| first), Some(20 * 512));
+        assert_eq!(unmark(&mut marker, &table, 2 * S).map(|(first, ..)| first), Some(1_536));
+    }
+
+    #[test]
+    fn relief_goes_on_beside_a_span_that_cannot_be_unmarked() {
+        let (mut marker, mut table) = (Marker::default(), written(LARGE, &[]));
+        let (why, reason) = (Why::Charge, LeaveAlone::Relieved);
+        marker.take_apart(region(&mut table), Vpn(1_536), Pages(512), S, why, reason);
+        let busy = ChangeResult { change: Change { span: extent(3), why }, marking: Marking::Busy };
+        let busy = Outcome { unmarked: vec![busy], ..Outcome::default() };
+        let mut misses = Vec::new();
+        for at_s in 1..30 {
+            let tried = unmark(&mut marker, &table, at_s * S);
+            if tried.is_some() {
+                marker.record_unmarked(at_s * S, &busy);
+                misses.push((at_s, marker.take_missed_relief()));
+            }
+            assert!(!marker.is_giving_room() && !marker.is_relieving());
+            assert!(marker.waiting().at(RegionKey(1), Vpn(1_600)).is_some_and(|wait| wait.is_stuck));
+        }
+        assert_eq!(misses, [(1, true), (2, false), (4, false), (8, false), (16, false), (26, false)]);
     }
 
     #[test]
@@ -883,7 +928,7 @@ mod tests {
         let (why, marking) = (Why::MemoryShort, Marking::NoMappings);
         let unmarked = vec![ChangeResult { change: Change { span: extent(3), why }, marking }];
         marker.record_unmarked(S, &Outcome { unmarked, ..Outcome::default() });
-        assert!(!marker.is_unmarking() && is_waiting(region(&mut table), &marker.waiting()));
+        assert!(!marker.is_unmarking(S) && marker.waiting().has_part_of(region(&mut table)));
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), S, why, LeaveAlone::TakenBack);
         assert_eq!(unmark(&mut marker, &table, S), Some((100, 512, why)));
         assert_eq!(unmark(&mut marker, &table, 301 * S), Some((1_536, 2_048, why)));
@@ -943,7 +988,7 @@ mod tests {
         region(&mut table).marks.spans.clear();
         find(&mut marker, &mut table, S, &config);
         assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 3);
-        assert!(!marker.is_unmarking());
+        assert!(!marker.is_unmarking(S));
     }
 
     #[test]

@@ -269,7 +269,7 @@ pub(crate) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut regions: Vec<&Region> = table.iter().collect();
     regions.sort_by_key(|region| region.view.owner);
     for region in regions {
-        if region.is_marked_whole() || !region.usage.merged.is_empty() {
+        if may_be_merged_anywhere(region) {
             runs.push_back(region.run(region.view.first, region.view.pages));
         } else {
             for mark in &region.marks.spans {
@@ -278,6 +278,11 @@ pub(crate) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
         }
     }
     runs
+}
+
+/// Whether a region's pages may be merged outside our marks as well.
+pub(crate) fn may_be_merged_anywhere(region: &Region) -> bool {
+    region.is_marked_whole() || !region.usage.merged.is_empty()
 }
 
 /// Takes at most `most` pages from the front of the runs.

@@ -20,6 +20,8 @@ impl Planner for Marks {
 
     fn actions(&self, engine: &mut Engine) -> Actions {
         engine.take_back();
+        // ksmd waits until the span that we unmark now is unmarked.
+        let hold = engine.may_not_merge();
         let unmark = engine.unmark();
         if !engine.room.reserve.is_short() {
             // We do this before we plan new marks, so that a small batch of them can share its scans.
@@ -31,7 +33,7 @@ impl Planner for Marks {
             return Actions { unmark, stop: engine.spending.allowance.stop_size(), scan, ..Actions::default() };
         }
         let mark = engine.mark();
-        let scan = engine.order_scan(mark.is_empty());
+        let scan = engine.order_scan(mark.is_empty(), hold);
         let moves = engine.moves();
         Actions { mark, unmark, stop: engine.spending.allowance.stop_size(), scan, moves, ..Actions::default() }
     }
@@ -86,8 +88,9 @@ impl Engine {
         marker.mark(&mut self.table, now_ns, more, pace, means, &self.config)
     }
 
-    /// The order for ksmd. `none_marked` means that we mark nothing in this cycle.
-    fn order_scan(&mut self, none_marked: bool) -> ScanOrder {
+    /// The order for ksmd. `none_marked` means that we mark nothing in this cycle, and `hold` that nothing may be merged
+    /// now.
+    fn order_scan(&mut self, none_marked: bool, hold: bool) -> ScanOrder {
         let pace = self.pace();
         let inputs = Inputs {
             now_ns: self.snapshot.now_ns,
@@ -97,7 +100,7 @@ impl Engine {
             settled: none_marked && !self.waits_for_reading() && !self.ksmd.marker.is_holding(),
             pace,
             room_ns: self.spending.total.room_ns(pace),
-            hold: self.may_not_merge(),
+            hold,
             limits_read_ns: self.room.headroom.read_ns(),
         };
         self.ksmd.scheduler.order(&inputs)
