@@ -5,4 +5,4 @@ pub mod extents;
 pub mod lifetimes;
 pub mod marker;
 pub mod profit;
-pub mod waiting;
+pub mod unmarking;

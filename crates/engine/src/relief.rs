@@ -22,7 +22,7 @@
 use crate::host::{LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::marker::SPLIT_FROM;
-use crate::marking::waiting::{Wait, Waiting};
+use crate::marking::unmarking::{Wait, Waiting};
 use crate::placement::inventory::{may_be_merged_anywhere, merged_runs, take_pages};
 use crate::region::Region;
 use crate::region::table::RegionTable;
@@ -45,7 +45,7 @@ pub fn margin_below(limit: Pages) -> Pages {
 }
 
 /// We look up at most this many pages for one cgroup, and in one cycle.
-const LOOKED_UP_MOST: u64 = 1 << 22;
+const LOOKED_UP_MOST: u64 = 1 << 24;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
 const PAUSE_NS: u64 = 2_000_000_000;
@@ -59,6 +59,12 @@ const WORSE: u64 = 64;
 pub struct Place {
     pub region: RegionKey,
     pub first: Vpn,
+}
+
+impl Place {
+    pub fn of(region: &Region) -> Self {
+        Self { region: region.view.key, first: region.view.first }
+    }
 }
 
 /// The part of a region that we unmerge at once: an extent, or all of a mapping that we don't split.
@@ -96,6 +102,28 @@ impl CopyBudget<'_> {
     }
 }
 
+/// What's marked or merged, and may be charged to a cgroup.
+#[derive(Clone, Copy, Debug)]
+pub struct Charged<'a> {
+    pub table: &'a RegionTable,
+    pub waiting: &'a Waiting,
+    /// Whether memory is merged where it's marked, rather than where we name pages.
+    pub by_marks: bool,
+}
+
+impl Charged<'_> {
+    /// Whether we can't unmerge a page now: its process can't be stopped, or another program has marked it.
+    fn is_stuck(&self, region: &Region, page: Vpn) -> bool {
+        if region.hold.left_alone {
+            return true;
+        }
+        match self.waiting.at(region.view.key, page) {
+            Some(wait) => wait.is_stuck,
+            None => self.by_marks && !region.marks.contains(page),
+        }
+    }
+}
+
 /// What to unmerge for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Relieved {
@@ -121,10 +149,9 @@ struct Survey {
     outside: Vec<(Part, u64)>,
     /// Other processes' merged pages, whichever cgroup they're charged to.
     copies: FxHashMap<Part, (OwnerKey, Pages)>,
-    /// What waits for unmarking, and how many of the cgroup's own pages there are merged. `merged` is without these.
-    waiting: Waiting,
+    /// How many of the cgroup's own pages are merged and wait for unmarking. They don't count in `merged`.
     merged_waiting: Pages,
-    /// Charged frames that other processes map in spans that we couldn't unmark.
+    /// Charged frames that other processes map where we can't unmerge them.
     stuck: FxHashSet<u64>,
 }
 
@@ -160,9 +187,11 @@ impl Relief {
         self.is_asking
     }
 
-    /// Forgets limits that can't be exceeded any more.
-    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)]) {
-        self.looked.retain(|key, _| exceeded.iter().any(|(exceeded, _)| exceeded == key));
+    /// Forgets limits that can't be exceeded any more. We keep the latest looks, so that a limit that's lowered and
+    /// raised all the time doesn't need more of them.
+    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
+        self.looked
+            .retain(|key, look| now_ns < look.at_ns + PAUSE_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
@@ -180,22 +209,23 @@ impl Relief {
         }
     }
 
-    /// If it's time, begins to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
-    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: Waiting, now_ns: u64) {
+    /// Whether it's time to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
+    pub fn is_due(&self, view: &LimitView, over: Pages, now_ns: u64) -> bool {
         if self.is_busy() {
-            return;
+            return false;
         }
-        let looked_ns = self.looked.get(&view.key).map_or(0, |look| look.at_ns);
-        let from_ns = if self.is_wanted(view, over) { looked_ns + PAUSE_NS } else { self.next_ns };
-        if looked_ns > 0 && now_ns < from_ns {
-            return;
-        }
+        let Some(last) = self.looked.get(&view.key) else { return true };
+        now_ns >= if self.is_wanted(view, over) { last.at_ns + PAUSE_NS } else { self.next_ns }
+    }
+
+    /// Begins to look them up.
+    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
         self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
         let mut ahead = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
             // If a region may be merged anywhere, we look up all of it anyway.
             if let Some(region) = table.at(span.region, span.first).filter(|region| !may_be_merged_anywhere(region)) {
-                ahead.push_front(region.run(span.first, span.pages));
+                ahead.push_back(region.run(span.first, span.pages));
             }
         }
         let mut left = LOOKED_UP_MOST;
@@ -212,7 +242,6 @@ impl Relief {
             frames: FxHashSet::default(),
             outside: Vec::new(),
             copies: FxHashMap::default(),
-            waiting,
             merged_waiting: Pages(0),
             stuck: FxHashSet::default(),
         });
@@ -230,7 +259,7 @@ impl Relief {
     /// the cgroup's reserve.
     pub fn record(
         &mut self,
-        table: &RegionTable,
+        memory: Charged<'_>,
         merged: &[MergedSample],
         budget: CopyBudget<'_>,
         keep: Keep,
@@ -240,9 +269,9 @@ impl Relief {
         let survey = self.survey.as_mut()?;
         let mut last = None;
         for sample in merged {
-            last = table.near(last, sample.region, sample.page);
+            last = memory.table.near(last, sample.region, sample.page);
             if let Some(region) = last {
-                survey.add(region, sample);
+                survey.add(memory, region, sample);
             }
         }
         if !survey.ahead.is_empty() {
@@ -250,15 +279,11 @@ impl Relief {
         }
         let survey = self.survey.take()?;
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
-        let found = view.and_then(|view| survey.relieve(view, keep.below(view.limit), table, budget));
+        let found = view.and_then(|view| survey.relieve(memory, view, keep.below(view.limit), budget));
         self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
         self.next_ns = now_ns + self.pause_ns;
         found
     }
-}
-
-fn place_of(region: &Region) -> Place {
-    Place { region: region.view.key, first: region.view.first }
 }
 
 /// The part of a region that a page is in. We don't split small mappings.
@@ -273,19 +298,18 @@ fn part_of(region: &Region, page: Vpn) -> Part {
 }
 
 impl Survey {
-    fn add(&mut self, region: &Region, sample: &MergedSample) {
-        let wait = self.waiting.at(region.view.key, sample.page);
+    fn add(&mut self, memory: Charged<'_>, region: &Region, sample: &MergedSample) {
         if sample.charged {
             self.frames.insert(sample.frame);
         }
         if self.members.contains(&region.view.owner) {
-            match wait {
+            match memory.waiting.at(region.view.key, sample.page) {
                 Some(_) => self.merged_waiting += Pages(1),
-                None => *self.merged.entry(place_of(region)).or_default() += 1,
+                None => *self.merged.entry(Place::of(region)).or_default() += 1,
             }
             return;
         }
-        if wait.is_some_and(|wait| wait.is_stuck) {
+        if memory.is_stuck(region, sample.page) {
             if sample.charged {
                 self.stuck.insert(sample.frame);
             }
@@ -299,25 +323,14 @@ impl Survey {
         }
     }
 
-    /// How many of the cgroup's own pages wait for unmarking, and could be merged until then.
-    fn unmerged_waiting(&self, table: &RegionTable) -> Pages {
-        let mut pages = Pages(0);
-        for Wait { span, .. } in self.waiting.iter() {
-            let region = table.at(span.region, span.first);
-            if let Some(region) = region.filter(|region| self.members.contains(&region.view.owner)) {
-                pages += span.pages.min(region.resident());
-            }
-        }
-        pages.saturating_sub(self.merged_waiting)
-    }
-
     fn relieve(
         &self,
+        memory: Charged<'_>,
         view: &LimitView,
         reserve: Pages,
-        table: &RegionTable,
         budget: CopyBudget<'_>,
     ) -> Option<Relieved> {
+        let own = self.own_unmerged(memory);
         let used = view.limit.saturating_sub(view.left);
         let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
@@ -326,14 +339,14 @@ impl Survey {
         }
         let mut held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
         held.extend(&self.stuck);
-        let mut at_worst = without_merging + Pages(count(held.len())) + self.unmerged_waiting(table);
+        let mut at_worst = without_merging + Pages(count(held.len())) + own.waiting;
         let goal = view.limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
         if at_worst > view.limit {
             let freed = self.choose_others(at_worst.saturating_sub(goal), budget, &mut relieved.others);
             at_worst = at_worst.saturating_sub(freed);
         }
-        self.choose_own(table, view.limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
+        own.choose(view.limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
     }
 
@@ -378,30 +391,59 @@ impl Survey {
         Pages(count(free.len()))
     }
 
-    /// If more than `most` of the cgroup's pages are marked and not merged, chooses its regions until no more than
-    /// `goal` are left.
-    fn choose_own(&self, table: &RegionTable, most: Pages, goal: Pages, chosen: &mut Vec<Place>) {
-        let mut unmerged = Pages(0);
-        let mut regions: Vec<(Pages, Place)> = Vec::new();
-        for region in table.iter().filter(|region| self.members.contains(&region.view.owner)) {
-            let place = place_of(region);
+    /// The cgroup's own pages that may still be merged.
+    fn own_unmerged(&self, memory: Charged<'_>) -> OwnUnmerged {
+        let waiting = memory.waiting.by_region(memory.table);
+        let mut own = OwnUnmerged::default();
+        for region in memory.table.iter().filter(|region| self.members.contains(&region.view.owner)) {
+            let place = Place::of(region);
             let merged = Pages(self.merged.get(&place).copied().unwrap_or_default());
-            let pages = region.mergeable().saturating_sub(merged);
-            unmerged += pages;
-            if pages > Pages(0) && !region.marks.spans.is_empty() {
-                regions.push((pages, place));
-            }
+            let waiting = waiting.get(&place).copied().unwrap_or_default().min(region.resident());
+            // The kernel may count waiting pages as marked.
+            let marked = region.mergeable().min(region.resident().saturating_sub(waiting));
+            own.waiting += waiting;
+            let is_ours = !region.marks.spans.is_empty();
+            own.marked.push(Unmerged { pages: marked.saturating_sub(merged), place, is_ours });
         }
-        if unmerged <= most {
+        // On request, only pages that we name are merged.
+        own.waiting = if memory.by_marks { own.waiting.saturating_sub(self.merged_waiting) } else { Pages(0) };
+        own
+    }
+}
+
+/// A cgroup's own pages that aren't merged, and may still be.
+#[derive(Debug, Default)]
+struct OwnUnmerged {
+    marked: Vec<Unmerged>,
+    /// Pages that wait for unmarking.
+    waiting: Pages,
+}
+
+/// Pages of one region.
+#[derive(Debug)]
+struct Unmerged {
+    pages: Pages,
+    place: Place,
+    /// Whether we marked some of the region.
+    is_ours: bool,
+}
+
+impl OwnUnmerged {
+    /// If there are more than `most` in marked regions, chooses some of these until no more than `goal` are left.
+    fn choose(mut self, most: Pages, goal: Pages, chosen: &mut Vec<Place>) {
+        let mut left: Pages = self.marked.iter().map(|region| region.pages).sum();
+        if left <= most {
             return;
         }
-        regions.sort_by_key(|&(pages, place)| (Reverse(pages), place));
-        for (pages, place) in regions {
-            if unmerged <= goal {
+        self.marked.sort_by_key(|region| (Reverse(region.pages), region.place));
+        for Unmerged { pages, place, is_ours } in self.marked {
+            if left <= goal {
                 break;
             }
-            unmerged = unmerged.saturating_sub(pages);
-            chosen.push(place);
+            if is_ours && pages > Pages(0) {
+                left = left.saturating_sub(pages);
+                chosen.push(place);
+            }
         }
     }
 }
@@ -410,8 +452,10 @@ impl Survey {
 mod tests {
     use super::*;
     use crate::keys::NodeKey;
+    use crate::marking::extents::Candidate;
     use crate::region::test_view;
     use crate::units::Permyriad;
+    use std::sync::LazyLock;
 
     const S: u64 = 1_000_000_000;
 
@@ -420,16 +464,15 @@ mod tests {
         let mut table = RegionTable::default();
         let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(100), ..test_view(key, 0, 100) };
         table.update(&[view(1), view(2), view(3), view(4)], 1, |view| Region::new(view, 0, false, 1));
-        for region in table.iter_mut() {
-            let whole = crate::marking::extents::Candidate {
-                first: Vpn(0),
-                pages: Pages(100),
-                resident: Pages(100),
-                duplicate: Pages(100),
-            };
-            region.marks.add(whole);
-        }
+        mark_all(&mut table);
         table
+    }
+
+    fn mark_all(table: &mut RegionTable) {
+        for region in table.iter_mut() {
+            let RegionView { first, pages, .. } = region.view;
+            region.marks.add(Candidate { first, pages, resident: pages, duplicate: pages });
+        }
     }
 
     /// A limit on process 1.
@@ -458,6 +501,12 @@ mod tests {
         samples
     }
 
+    fn charged(table: &RegionTable) -> Charged<'_> {
+        // No span waits.
+        static NONE: LazyLock<Waiting> = LazyLock::new(Waiting::default);
+        Charged { table, waiting: &NONE, by_marks: true }
+    }
+
     fn budget(limits: &[LimitView], spare: u64) -> CopyBudget<'_> {
         CopyBudget { spare: Pages(spare), limits, taken: FxHashMap::default() }
     }
@@ -465,10 +514,11 @@ mod tests {
     /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
-        relief.begin(view, Pages(1), &table, Waiting::default(), S);
+        relief.begin(view, Pages(1), &table, &Waiting::default(), S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
-        let found = relief.record(&table, &samples(shares), budget(std::slice::from_ref(view), u64::MAX), keep, S)?;
+        let found =
+            relief.record(charged(&table), &samples(shares), budget(std::slice::from_ref(view), u64::MAX), keep, S)?;
         assert!(!relief.is_busy());
         let others = found.others.into_iter().map(|part| part.region.0).collect();
         Some((others, found.own.into_iter().map(|place| place.region.0).collect()))
@@ -492,23 +542,41 @@ mod tests {
     }
 
     #[test]
+    fn pages_that_cannot_be_unmerged_are_not_counted_on() {
+        let view = limit(130, 100);
+        let shared = samples(&[(1, 0, 40, true), (2, 0, 40, true), (3, 0, 30, true)]);
+        let others = |change: fn(&mut Region)| {
+            let (mut relief, mut table) = (Relief::default(), table());
+            change(table.at_mut(RegionKey(3), Vpn(0)).unwrap());
+            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+            relief.inspect();
+            let budget = budget(std::slice::from_ref(&view), u64::MAX);
+            let found = relief.record(charged(&table), &shared, budget, Keep::Share(Permyriad(1_000)), S);
+            found.unwrap().others.iter().map(|part| part.region.0).collect::<Vec<_>>()
+        };
+        assert_eq!(others(|_| ()), [2, 3]);
+        // 30 of the 40 frames can't come free. For the other ten, process 2 is enough.
+        assert_eq!(others(|region| region.hold.left_alone = true), [2]);
+        assert_eq!(others(|region| region.marks.spans.clear()), [2], "another program marked it");
+    }
+
+    #[test]
     fn only_extents_with_pages_charged_to_the_cgroup_are_taken_apart() {
         let mut table = RegionTable::default();
         let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(4_096), ..test_view(key, 100, 4_096) };
         table.update(&[view(1), view(2), view(3)], 1, |view| Region::new(view, 0, false, 1));
+        mark_all(&mut table);
         // The cgroup keeps 200 pages for process 2, and 50 of them for process 3 as well. Process 2 keeps 1,000 itself.
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
-            relief.begin(&view, Pages(1), &table, Waiting::default(), S);
+            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), spare);
             let keep = Keep::Share(Permyriad(0));
-            let found = relief.record(&table, &samples(&shares), budget, keep, S).unwrap_or_else(|| Relieved {
-                limit: view.key,
-                others: Vec::new(),
-                own: Vec::new(),
-            });
+            let found = relief
+                .record(charged(&table), &samples(&shares), budget, keep, S)
+                .unwrap_or_else(|| Relieved { limit: view.key, others: Vec::new(), own: Vec::new() });
             found.others.into_iter().map(|part| (part.region.0, part.first.0, part.pages.0)).collect::<Vec<_>>()
         };
         assert_eq!(parts(1_000), [(2, 512, 512), (3, 512, 512)], "both must let go");
@@ -520,10 +588,12 @@ mod tests {
         let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
         let mut looks = |over: u64, at_ns: u64| {
             let is_wanted = relief.is_wanted(&view, Pages(over));
-            relief.begin(&view, Pages(over), &table, Waiting::default(), at_ns);
-            let begins = relief.is_busy();
+            let begins = relief.is_due(&view, Pages(over), at_ns);
+            if begins {
+                relief.begin(&view, Pages(over), &table, &Waiting::default(), at_ns);
+            }
             relief.inspect();
-            relief.record(&table, &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);
+            relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);
             (is_wanted, begins)
         };
         assert_eq!(looks(30, 10 * S), (true, true));
@@ -533,7 +603,7 @@ mod tests {
         assert_eq!(looks(41, 15 * S), (false, false));
         assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
         assert_eq!(looks(41, 23 * S), (false, false));
-        relief.keep_only(&[]);
+        relief.keep_only(&[], 23 * S);
         assert!(relief.is_wanted(&view, Pages(1)));
     }
 }

@@ -243,11 +243,13 @@ impl Reserve {
         is_due
     }
 
-    /// Records the kernel's count of copies. `unmarking`: we're unmarking memory, which makes copies, too.
-    pub fn count_copies(&mut self, now_ns: u64, counted: u64, unmarking: bool) {
-        if unmarking {
-            self.own_until_ns = now_ns + OWN_COPIES_NS;
-        }
+    /// We're unmarking memory now, which makes copies, too.
+    pub fn expect_own_copies(&mut self, now_ns: u64) {
+        self.own_until_ns = now_ns + OWN_COPIES_NS;
+    }
+
+    /// Records the kernel's count of copies.
+    pub fn count_copies(&mut self, now_ns: u64, counted: u64) {
         let new = if self.counted == 0 { 0 } else { counted.saturating_sub(self.counted) };
         self.own_copies += if now_ns < self.own_until_ns { new } else { 0 };
         self.counted = self.counted.max(counted);
@@ -445,21 +447,22 @@ mod tests {
     #[test]
     fn an_hour_of_writes_is_likely_to_come_back_again() {
         let mut reserve = Reserve::default();
-        reserve.count_copies(S, 5_000, false);
-        reserve.count_copies(2 * S, 5_100, false);
+        reserve.count_copies(S, 5_000);
+        reserve.count_copies(2 * S, 5_100);
         assert_eq!(reserve.likely(), Pages(100));
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 400), RoomState::Short);
         assert_eq!(reserve.machine().reserve, Pages(100));
         // The reserve is never larger than what we save.
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 60), RoomState::Enough);
         // Copies from unmarking tell us nothing about the programs.
-        reserve.count_copies(3 * S, 5_100, true);
-        reserve.count_copies(4 * S, 9_000, false);
+        reserve.expect_own_copies(3 * S);
+        reserve.count_copies(3 * S, 5_100);
+        reserve.count_copies(4 * S, 9_000);
         assert_eq!(reserve.likely(), Pages(100));
-        reserve.count_copies(6 * S, 9_010, false);
+        reserve.count_copies(6 * S, 9_010);
         assert_eq!(reserve.likely(), Pages(110));
         // A day later we've forgotten it.
-        reserve.count_copies(25 * 3_600 * S, 9_011, false);
+        reserve.count_copies(25 * 3_600 * S, 9_011);
         assert_eq!(reserve.likely(), Pages(1));
     }
 

@@ -138,7 +138,7 @@ impl Engine {
             self.spending.allowance.adapt_stop_size(&outcome.stops);
         }
         self.ksmd.marker.record_marked(&mut self.table, now_ns, outcome, &mut self.ksmd.scheduler);
-        self.ksmd.marker.record_unmarked(now_ns, outcome);
+        self.ksmd.marker.unmarking.record(&self.table, now_ns, outcome);
         self.decide_all();
         self.wait_ns()
     }

@@ -123,7 +123,7 @@ impl Engine {
             return self.ladder.sample_ns() * self.plan.pages / share * (10_000 - share);
         }
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
-        let is_unmarking = self.snapshot.ksm.ours && self.ksmd.marker.is_unmarking(self.snapshot.now_ns);
+        let is_unmarking = self.snapshot.ksm.ours && self.ksmd.marker.unmarking.is_due(self.snapshot.now_ns);
         if self.is_merging() || self.placer.is_busy() || self.room.relief.is_busy() || is_unmarking {
             return observe_ns.min(round_ns.max(OBSERVE_NS));
         }

@@ -4,14 +4,13 @@
 use super::Engine;
 use crate::headroom::Headroom;
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
-use crate::keys::{OwnerKey, RegionKey};
+use crate::keys::OwnerKey;
 use crate::marking::extents::CUT_PAGES;
-use crate::marking::waiting::Wait;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
-use crate::relief::{CopyBudget, Part, Relief};
+use crate::relief::{Charged, CopyBudget, Part, Place, Relief};
 use crate::reserve::Reserve;
-use crate::units::{Pages, Vpn};
+use crate::units::Pages;
 use rustc_hash::FxHashMap;
 
 #[derive(Debug, Default)]
@@ -33,7 +32,7 @@ impl Engine {
         if !self.room.reserve.is_due(*now_ns) {
             return;
         }
-        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking(*now_ns));
+        self.room.reserve.count_copies(*now_ns, ksm.broken);
         let planner = self.planner();
         let worst = by_owner(&self.table, limits, |region| planner.may_return(region));
         let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
@@ -50,9 +49,10 @@ impl Engine {
     pub(super) fn look_at_headroom(&mut self) {
         let planner = self.planner();
         let Snapshot { memory, limits, .. } = &self.snapshot;
-        let waiting = self.waiting();
+        let waiting = self.ksmd.marker.unmarking.waiting().by_region(&self.table);
         let mergeable = by_owner(&self.table, limits, |region| {
-            let waiting = waiting.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
+            // Until it's unmarked, it's still merged, though it's no longer among the marks.
+            let waiting = waiting.get(&Place::of(region)).copied().unwrap_or_default();
             (planner.mergeable(region) + waiting).min(region.resident())
         });
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
@@ -64,23 +64,6 @@ impl Engine {
             let is_wanted = self.judge_full_again();
             self.room.headroom.lend(is_wanted);
         }
-    }
-
-    /// How much of each region, by mapping and first page, waits for unmarking. Until then it's still merged, though it's
-    /// no longer among the marks.
-    fn waiting(&self) -> FxHashMap<(RegionKey, Vpn), Pages> {
-        let mut waiting: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
-        for Wait { span, .. } in self.ksmd.marker.waiting().iter() {
-            let end = span.end();
-            let mut at = span.first;
-            // A span may lie in several blocks of a mapping.
-            while let Some(region) = self.table.at(span.region, at).filter(|_| at < end) {
-                let to = region.end().min(end);
-                *waiting.entry((region.view.key, region.view.first)).or_default() += Pages(to.0 - at.0);
-                at = to;
-            }
-        }
-        waiting
     }
 
     /// Judges again the regions that now have headroom and had none. Returns whether there are any.
@@ -103,26 +86,27 @@ impl Engine {
     fn look_for_relief(&mut self) {
         let Snapshot { now_ns, ksm, limits, .. } = &self.snapshot;
         self.room.needs_relief = false;
+        if self.ksmd.marker.unmarking.take_missed() {
+            self.room.relief.miss();
+        }
         if !ksm.ours || ksm.merged() == Pages(0) {
             return;
         }
-        if self.ksmd.marker.take_missed_relief() {
-            self.room.relief.miss();
-        }
         let exceeded = self.room.headroom.exceeded();
-        self.room.relief.keep_only(&exceeded);
+        self.room.relief.keep_only(&exceeded, *now_ns);
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
-            if !self.ksmd.marker.is_giving_room() {
-                self.room.relief.begin(view, over, &self.table, self.ksmd.marker.waiting(), *now_ns);
+            if !self.ksmd.marker.unmarking.is_giving_room() && self.room.relief.is_due(view, over, *now_ns) {
+                let waiting = self.ksmd.marker.unmarking.waiting();
+                self.room.relief.begin(view, over, &self.table, &waiting, *now_ns);
             }
         }
     }
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
     pub(super) fn may_not_merge(&self) -> bool {
-        self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.is_relieving()
+        self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.unmarking.is_relieving()
     }
 
     /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the
@@ -132,11 +116,12 @@ impl Engine {
         let keep = self.config.reserve.keep;
         let spare = self.room.reserve.spare(memory);
         let budget = CopyBudget { spare, limits, taken: FxHashMap::default() };
-        let Some(relieved) = self.room.relief.record(&self.table, merged, budget, keep, *now_ns) else { return };
         let by_marks = self.carrier().by_marks;
+        let memory = Charged { table: &self.table, waiting: &self.ksmd.marker.unmarking.waiting(), by_marks };
+        let Some(relieved) = self.room.relief.record(memory, merged, budget, keep, *now_ns) else { return };
         for Part { region, first, pages } in relieved.others {
             let Some(region) = self.table.at_mut(region, first) else { continue };
-            self.ksmd.marker.hurry(region.view.key, first, first + pages.0);
+            self.ksmd.marker.unmarking.hurry(region.view.key, first, first + pages.0);
             // Another program's marks aren't ours to undo.
             if !by_marks || !region.marks.spans.is_empty() {
                 self.ksmd.marker.take_apart(region, first, pages, *now_ns, Why::Charge, LeaveAlone::Relieved);

@@ -11,7 +11,7 @@ use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::limits::Allowance;
 use crate::marking::extents::{Candidate, Counts, beginning};
 use crate::marking::profit::{Wave, paying_density};
-use crate::marking::waiting::Waiting;
+use crate::marking::unmarking::{MAPPINGS_AGAIN_NS, Unmarking, Waiting};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
@@ -19,8 +19,7 @@ use crate::region::{Event, LeaveAlone, Region, covers};
 use crate::reserve::Step;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, VecDeque};
-use std::mem::discriminant;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Marks wait at most this long for other regions that we're reading, nanoseconds.
@@ -29,13 +28,8 @@ const HOLD_NS: u64 = 2_000_000_000;
 const REFRESH_NS: u64 = 10_000_000_000;
 /// The longest such pause, nanoseconds.
 const REFRESH_MAX_NS: u64 = 600_000_000_000;
-/// If we can't stop a target, we try again after this time, nanoseconds. For unmarking, the pause doubles with each
-/// try.
+/// If we can't stop a target, we try again to mark it after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
-/// The longest such pause, nanoseconds.
-const RETRY_MAX_NS: u64 = 10_000_000_000;
-/// If a target has no mappings to spare, we try again after this time, nanoseconds.
-const MAPPINGS_AGAIN_NS: u64 = 300_000_000_000;
 /// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
 /// grow smaller ones, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
@@ -56,12 +50,7 @@ pub struct Marker {
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
-    /// Spans to unmark. Urgent ones give memory to programs that need it, and don't wait for the others, which only
-    /// cost time.
-    urgent: Unmarking,
-    broken: Unmarking,
-    /// Whether we had to put off a span that a limit needs, for the first time.
-    missed_relief: bool,
+    pub unmarking: Unmarking,
     next_refresh_ns: u64,
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
@@ -71,25 +60,6 @@ pub struct Marker {
     /// The same for scans that visit pages which appeared in marked memory.
     renewal_pause_ns: u64,
     renewal_expected: Pages,
-}
-
-/// Spans to unmark.
-#[derive(Clone, Debug, Default)]
-struct Unmarking {
-    changes: VecDeque<Change>,
-    /// Spans that we couldn't unmark. Nothing waits for these: otherwise, one program that can't be stopped would keep
-    /// all others from getting memory back.
-    put_off: Vec<PutOff>,
-    /// The pause before this try, nanoseconds. 0 if it's the first one.
-    pause_ns: u64,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct PutOff {
-    change: Change,
-    /// When we try again, and how long we pause before that, nanoseconds.
-    at_ns: u64,
-    pause_ns: u64,
 }
 
 /// The scan scheduler, and the allowance and headroom that marks use up.
@@ -160,7 +130,11 @@ impl Marker {
         let marked = marked_resident(table);
         self.thin_out(table, marked, now_ns, rested_ns, pace, config);
         self.small = Wave::default();
-        let waiting = self.waiting();
+        if !table.iter().any(|region| region.life.is_worth_marking()) {
+            self.held_since_ns = None;
+            return Vec::new();
+        }
+        let waiting = self.unmarking.waiting();
         let mut ready = ready(table, &waiting, now_ns, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
@@ -267,7 +241,7 @@ impl Marker {
             return;
         }
         let by_marks = config.mechanism.carrier().by_marks;
-        let waiting = self.waiting();
+        let waiting = self.unmarking.waiting();
         let mut parts_of = parts_by_owner(table);
         for region in table.iter_mut() {
             if waiting.has_part_of(region) {
@@ -324,25 +298,15 @@ impl Marker {
         true
     }
 
-    /// The spans that wait for unmarking.
-    pub fn waiting(&self) -> Waiting {
-        let mut waiting = Waiting::default();
-        for change in self.urgent.changes.iter().chain(&self.broken.changes) {
-            waiting.add(change.span, false);
-        }
-        for PutOff { change, .. } in self.urgent.put_off.iter().chain(&self.broken.put_off) {
-            waiting.add(change.span, !matches!(change.why, Why::CowBroken { .. }));
-        }
-        waiting
-    }
-
     /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
     /// the most written one, or else the one with the fewest duplicates per page that ksmd visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
-        if self.is_giving_room() {
+        if self.unmarking.is_giving_room() {
             return;
         }
-        let allowed = table.iter_mut().filter(|region| may_be_taken_back(region, step));
+        let allowed = table
+            .iter_mut()
+            .filter(|region| may_be_taken_back(region, step) && !self.unmarking.pauses(region.view.owner, now_ns));
         let Some(region) = allowed.min_by_key(|region| worth_keeping(region)) else { return };
         let RegionView { first, pages, .. } = region.view;
         self.take_apart(region, first, pages, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
@@ -366,7 +330,7 @@ impl Marker {
             for page in first.0..end.0 {
                 region.usage.forget_merged(Vpn(page));
             }
-            self.queue(Span { region: key, first, pages }, why);
+            self.unmarking.queue(Span { region: key, first, pages }, why);
         }
         let any = self.queue_within(key, &region.marks.spans, first, end, why);
         if !any && !region.marks.spans.is_empty() {
@@ -377,40 +341,13 @@ impl Marker {
         region.marks.spans = kept;
     }
 
-    /// Makes spans from `first` to `end` urgent if they wait for unmarking because of COW breaks: a cgroup limit needs
-    /// the memory now.
-    pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
-        let wants = |span: &Span| span.region == key && span.first < end && first < span.end();
-        for put_off in std::mem::take(&mut self.broken.put_off) {
-            if wants(&put_off.change.span) {
-                self.broken.changes.push_back(put_off.change);
-            } else {
-                self.broken.put_off.push(put_off);
-            }
-        }
-        for Change { span, why } in std::mem::take(&mut self.broken.changes) {
-            let span_end = span.end();
-            let (from, to) = (span.first.max(first), span_end.min(end));
-            if !wants(&span) {
-                self.broken.changes.push_back(Change { span, why });
-                continue;
-            }
-            self.queue(Span { first: from, pages: Pages(to.0 - from.0), ..span }, Why::Charge);
-            for (start, stop) in [(span.first, from), (to, span_end)] {
-                if start < stop {
-                    self.queue(Span { first: start, pages: Pages(stop.0 - start.0), ..span }, why);
-                }
-            }
-        }
-    }
-
     /// Queues the parts of marks from `first` to `end` for unmarking. Returns whether there are any.
     fn queue_within(&mut self, region: RegionKey, marks: &[Candidate], first: Vpn, end: Vpn, why: Why) -> bool {
         let mut any = false;
         for mark in marks {
             let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
             if from < to {
-                self.queue(Span { region, first: from, pages: Pages(to.0 - from.0) }, why);
+                self.unmarking.queue(Span { region, first: from, pages: Pages(to.0 - from.0) }, why);
                 any = true;
             }
         }
@@ -420,100 +357,20 @@ impl Marker {
     /// Queues a region's spans for unmarking, because ksmd merged almost none of its duplicates.
     pub fn give_back_unmerged(&mut self, region: &mut Region, now_ns: u64) {
         for mark in std::mem::take(&mut region.marks.spans) {
-            self.queue(span_of(region, &mark), Why::Unmerged);
+            self.unmarking.queue(span_of(region, &mark), Why::Unmerged);
         }
         let pause_ns = region.hold.next_unmerged_ns();
         region.leave_until(now_ns + pause_ns, LeaveAlone::Unmerged);
     }
 
-    /// Queues a span for unmarking. If it continues the last queued span, we extend that one instead.
-    fn queue(&mut self, span: Span, why: Why) {
-        let changes = &mut self.unmarking_for(why).changes;
-        match changes.back_mut() {
-            Some(Change { span: last, why: other })
-                if discriminant(other) == discriminant(&why)
-                    && last.region == span.region
-                    && last.first + last.pages.0 == span.first =>
-            {
-                last.pages += span.pages;
-            }
-            _ => changes.push_back(Change { span, why }),
-        }
-    }
-
-    fn unmarking_for(&mut self, why: Why) -> &mut Unmarking {
-        if matches!(why, Why::CowBroken { .. }) { &mut self.broken } else { &mut self.urgent }
-    }
-
     /// Queues a region's spans for unmarking, because a limit has no headroom for them. We mark them again once it has.
     pub fn give_up(&mut self, region: &mut Region, limit: LimitKey) {
         for mark in std::mem::take(&mut region.marks.spans) {
-            self.urgent.changes.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
+            self.unmarking.queue(span_of(region, &mark), Why::Charge);
         }
         region.life.advance(Event::Settle);
         region.hold.full = Some(limit);
         region.usage.cow_breaks.forget_pages();
-    }
-
-    /// Whether there are spans to unmark now.
-    pub fn is_unmarking(&self, now_ns: u64) -> bool {
-        self.urgent.is_due(now_ns) || self.broken.is_due(now_ns)
-    }
-
-    /// Whether there are spans to unmark for a reason other than breaks, without the ones that we put off.
-    pub fn is_giving_room(&self) -> bool {
-        !self.urgent.changes.is_empty()
-    }
-
-    /// Whether we're about to unmark spans because a limit has no headroom for them, or couldn't unmark one and haven't
-    /// told the caller yet.
-    pub fn is_relieving(&self) -> bool {
-        self.missed_relief || self.urgent.changes.iter().any(|change| change.why == Why::Charge)
-    }
-
-    /// Whether, since the last call, we had to put off a span that a limit needs.
-    pub fn take_missed_relief(&mut self) -> bool {
-        std::mem::take(&mut self.missed_relief)
-    }
-
-    /// The span to unmark now. We take one span at a time, because unmarking copies the merged pages in it. But we take
-    /// all of that span, because unmarking a part would split its mapping.
-    pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
-        while let Some((change, pause_ns)) = self.urgent.pop(now_ns).or_else(|| self.broken.pop(now_ns)) {
-            let Change { span, why } = change;
-            // If there's none, the region has ended.
-            let Some(region) = table.at(span.region, span.first) else { continue };
-            let owner = region.view.owner;
-            if region.hold.left_alone || allowance.stops_left(owner) == 0 {
-                self.put_off_for(RETRY_NS, change, pause_ns, now_ns);
-                continue;
-            }
-            allowance.use_stops(owner, 1);
-            self.unmarking_for(why).pause_ns = pause_ns;
-            return Some(change);
-        }
-        None
-    }
-
-    /// Puts off a span. `last_pause_ns` is 0 if we've just tried it for the first time.
-    fn put_off_for(&mut self, pause_ns: u64, change: Change, last_pause_ns: u64, now_ns: u64) {
-        self.missed_relief |= change.why == Why::Charge && last_pause_ns == 0;
-        let put_off = PutOff { change, at_ns: now_ns + pause_ns, pause_ns };
-        self.unmarking_for(change.why).put_off.push(put_off);
-    }
-
-    /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
-    /// later.
-    pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
-        for &ChangeResult { change, marking } in &outcome.unmarked {
-            let pause_ns = self.unmarking_for(change.why).pause_ns;
-            let next_ns = match marking {
-                Marking::Busy => (pause_ns * 2).clamp(RETRY_NS, RETRY_MAX_NS),
-                Marking::NoMappings => MAPPINGS_AGAIN_NS,
-                Marking::Done(_) | Marking::Refused => continue,
-            };
-            self.put_off_for(next_ns, change, pause_ns, now_ns);
-        }
     }
 
     /// Requests scans for pages in marked spans that have become worth merging.
@@ -627,22 +484,6 @@ impl Marker {
 /// The pause after a refresh.
 fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
     if was_fruitful { REFRESH_NS } else { (pause_ns * 2).min(REFRESH_MAX_NS) }
-}
-
-impl Unmarking {
-    /// Takes the next span: a new one, or else one that it's time to try again. Returns its last pause as well.
-    fn pop(&mut self, now_ns: u64) -> Option<(Change, u64)> {
-        if let Some(change) = self.changes.pop_front() {
-            return Some((change, 0));
-        }
-        let due = self.put_off.iter().position(|put_off| put_off.at_ns <= now_ns)?;
-        let PutOff { change, pause_ns, .. } = self.put_off.remove(due);
-        Some((change, pause_ns))
-    }
-
-    fn is_due(&self, now_ns: u64) -> bool {
-        !self.changes.is_empty() || self.put_off.iter().any(|put_off| put_off.at_ns <= now_ns)
-    }
 }
 
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
@@ -870,7 +711,7 @@ mod tests {
     /// The bounds of the span that we unmark now, and the reason.
     fn unmark(marker: &mut Marker, table: &RegionTable, now_ns: u64) -> Option<(u64, u64, Why)> {
         let mut allowance = Allowance::new(Limits::default(), &[]);
-        let Change { span, why } = marker.unmark(table, now_ns, &mut allowance)?;
+        let Change { span, why } = marker.unmarking.next(table, now_ns, &mut allowance)?;
         Some((span.first.0, span.first.0 + span.pages.0, why))
     }
 
@@ -879,7 +720,7 @@ mod tests {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 4]), Config::default());
         find(&mut marker, &mut table, S, &config);
         // We find this extent later, but before the others are unmarked.
-        marker.queue(extent(5), Why::CowBroken { lasts_ns: 9 });
+        marker.unmarking.queue(extent(5), Why::CowBroken { lasts_ns: 9 });
         assert!(matches!(unmark(&mut marker, &table, S), Some((1_536, 3_072, Why::CowBroken { .. }))));
         assert_eq!(unmark(&mut marker, &table, S), None);
         let left: Vec<_> = region(&mut table).marks.spans.iter().map(|mark| (mark.first.0, mark.pages.0)).collect();
@@ -893,33 +734,13 @@ mod tests {
         let change = Change { span: extent(3), why: Why::CowBroken { lasts_ns: S } };
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(1_536));
         let no_room = ChangeResult { change, marking: Marking::Busy };
-        marker.record_unmarked(S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
-        assert_eq!(unmark(&mut marker, &table, S).map(|(first, ..)| first), Some(20 * 512), "others needn't wait");
-        assert_eq!((unmark(&mut marker, &table, S), marker.is_giving_room()), (None, false));
+        marker.unmarking.record(&table, S, &Outcome { unmarked: vec![no_room], ..Outcome::default() });
+        assert_eq!((unmark(&mut marker, &table, S), marker.unmarking.is_giving_room()), (None, false));
         let (why, reason) = (Why::MemoryShort, LeaveAlone::TakenBack);
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), 2 * S, why, reason);
         assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
         assert_eq!(unmark(&mut marker, &table, 2 * S).map(|(first, ..)| first), Some(1_536));
-    }
-
-    #[test]
-    fn relief_goes_on_beside_a_span_that_cannot_be_unmarked() {
-        let (mut marker, mut table) = (Marker::default(), written(LARGE, &[]));
-        let (why, reason) = (Why::Charge, LeaveAlone::Relieved);
-        marker.take_apart(region(&mut table), Vpn(1_536), Pages(512), S, why, reason);
-        let busy = ChangeResult { change: Change { span: extent(3), why }, marking: Marking::Busy };
-        let busy = Outcome { unmarked: vec![busy], ..Outcome::default() };
-        let mut misses = Vec::new();
-        for at_s in 1..30 {
-            let tried = unmark(&mut marker, &table, at_s * S);
-            if tried.is_some() {
-                marker.record_unmarked(at_s * S, &busy);
-                misses.push((at_s, marker.take_missed_relief()));
-            }
-            assert!(!marker.is_giving_room() && !marker.is_relieving());
-            assert!(marker.waiting().at(RegionKey(1), Vpn(1_600)).is_some_and(|wait| wait.is_stuck));
-        }
-        assert_eq!(misses, [(1, true), (2, false), (4, false), (8, false), (16, false), (26, false)]);
+        assert_eq!(unmark(&mut marker, &table, 2 * S).map(|(first, ..)| first), Some(20 * 512));
     }
 
     #[test]
@@ -927,10 +748,10 @@ mod tests {
         let (mut marker, mut table, config) = (Marker::default(), written(LARGE, &[3, 20]), Config::default());
         let (why, marking) = (Why::MemoryShort, Marking::NoMappings);
         let unmarked = vec![ChangeResult { change: Change { span: extent(3), why }, marking }];
-        marker.record_unmarked(S, &Outcome { unmarked, ..Outcome::default() });
-        assert!(!marker.is_unmarking(S) && marker.waiting().has_part_of(region(&mut table)));
+        marker.unmarking.record(&table, S, &Outcome { unmarked, ..Outcome::default() });
+        assert!(!marker.unmarking.is_due(S) && marker.unmarking.waiting().has_part_of(region(&mut table)));
         marker.take_apart(region(&mut table), Vpn(100), Pages(412), S, why, LeaveAlone::TakenBack);
-        assert_eq!(unmark(&mut marker, &table, S), Some((100, 512, why)));
+        assert_eq!(unmark(&mut marker, &table, 2 * S), Some((100, 512, why)));
         assert_eq!(unmark(&mut marker, &table, 301 * S), Some((1_536, 2_048, why)));
         let mut table = written(SMALL, &[]);
         judge(region(&mut table));
@@ -988,7 +809,7 @@ mod tests {
         region(&mut table).marks.spans.clear();
         find(&mut marker, &mut table, S, &config);
         assert_eq!(region(&mut table).usage.cow_breaks.resting().count(), 3);
-        assert!(!marker.is_unmarking(S));
+        assert!(!marker.unmarking.is_due(S));
     }
 
     #[test]
@@ -1020,7 +841,7 @@ mod tests {
 
     /// How many spans may be marked now.
     fn ready_spans(marker: &Marker, table: &mut RegionTable, now_ns: u64, config: &Config) -> usize {
-        let ready = ready(table, &marker.waiting(), now_ns, Headroom::default(), config);
+        let ready = ready(table, &marker.unmarking.waiting(), now_ns, Headroom::default(), config);
         ready.iter().map(|(_, spans)| spans.len()).sum()
     }
 
@@ -1063,9 +884,12 @@ mod tests {
         find(&mut marker, &mut table, S, &config);
         let (why, reason) = (Why::Charge, LeaveAlone::Relieved);
         marker.take_apart(region(&mut table), Vpn(1_536), Pages(512), S, why, reason);
-        assert!(!marker.is_giving_room() && region(&mut table).hold.reason().is_none(), "its marks lie elsewhere");
-        marker.hurry(RegionKey(1), Vpn(1_600), Vpn(1_700));
-        assert!(marker.is_giving_room());
+        assert!(
+            !marker.unmarking.is_giving_room() && region(&mut table).hold.reason().is_none(),
+            "its marks lie elsewhere"
+        );
+        marker.unmarking.hurry(RegionKey(1), Vpn(1_600), Vpn(1_700));
+        assert!(marker.unmarking.is_giving_room());
         assert_eq!(unmark(&mut marker, &table, S), Some((1_600, 1_700, why)));
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((1_536, 1_600)));
         assert_eq!(unmark(&mut marker, &table, S).map(|(first, end, _)| (first, end)), Some((1_700, 2_048)));

@@ -375,13 +375,16 @@ impl LiveHost {
         };
         outcome.stops.extend(report.stops_of(target.owner));
         for (&part, result) in work.parts.iter().zip(&report.results) {
-            match result {
-                Ok(_) => changes.add(part),
-                // It can't split a mapping, since vm.max_map_count is low, or part of the range has gone.
-                Err(Errno(libc::ENOMEM)) if changes.results[part.change] == Marking::Refused => {
-                    changes.results[part.change] = Marking::NoMappings;
-                }
-                Err(_) => {}
+            if result.is_ok() {
+                changes.add(part);
+            }
+        }
+        for (&part, result) in work.parts.iter().zip(&report.results) {
+            let Err(error) = result else { continue };
+            let marking = &mut changes.results[part.change];
+            // What's left of a mark counts until it's gone. What's marked in part is marked.
+            if !changes.mark || *marking == Marking::Refused {
+                *marking = marking_after(*error, changes.mark);
             }
         }
         match ran {
@@ -399,6 +402,17 @@ impl LiveHost {
                 false
             }
         }
+    }
+}
+
+/// The result of a change if one of its calls fails.
+fn marking_after(error: Errno, mark: bool) -> Marking {
+    match error {
+        // It can't split a mapping, since vm.max_map_count is low, or part of the range has gone.
+        Errno(libc::ENOMEM) => Marking::NoMappings,
+        // Unmarking ends early if the process gets a signal.
+        _ if !mark => Marking::Busy,
+        _ => Marking::Refused,
     }
 }
 

@@ -56,8 +56,11 @@ impl Engine {
     /// The span to unmark now, if there is one.
     pub(super) fn unmark(&mut self) -> Vec<Change> {
         let allowance = &mut self.spending.allowance;
-        let change = self.ksmd.marker.unmark(&self.table, self.snapshot.now_ns, allowance);
-        change.into_iter().collect()
+        let change = self.ksmd.marker.unmarking.next(&self.table, self.snapshot.now_ns, allowance);
+        if change.is_some() {
+            self.room.reserve.expect_own_copies(self.snapshot.now_ns);
+        }
+        Vec::from_iter(change)
     }
 
     /// Has ksmd scan marked memory again if enough of it has changed.
