@@ -42,6 +42,7 @@ struct ScanInProgress {
     /// KSM's counters when the scan began.
     full_scans: u64,
     saved: Pages,
+    scanned: u64,
     /// Whether the scan visits every page, without `smart_scan`.
     thorough: bool,
     /// Whether we kicked the scan. A paced scan continues until we order ksmd to rest.
@@ -227,8 +228,7 @@ impl ScanScheduler {
         if inputs.hold || self.waits_for_limits(inputs) {
             return if in_batches { ScanOrder::Rest } else { ScanOrder::Keep };
         }
-        let unvisited = self.unvisited.0.min(inputs.marked.0);
-        let expected_ns = unvisited * NEW_PAGE_NS + (inputs.marked.0 - unvisited) * OLD_PAGE_NS;
+        let expected_ns = self.scan_ns(inputs.marked, Pages(0));
         let waits_ns = period_ns(expected_ns, inputs.pace.top).max(SETTLE_NS);
         if !inputs.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + waits_ns {
             return ScanOrder::Keep;
@@ -246,9 +246,31 @@ impl ScanScheduler {
         self.reap_since_ns = None;
         self.reaping += std::mem::take(&mut self.exited);
         let thorough = self.thorough;
-        self.scan_in_progress =
-            Some(ScanInProgress { full_scans: ksm.full_scans, saved: ksm.saved(), thorough, kicked });
+        self.scan_in_progress = Some(ScanInProgress {
+            full_scans: ksm.full_scans,
+            saved: ksm.saved(),
+            scanned: ksm.scanned,
+            thorough,
+            kicked,
+        });
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
+    }
+
+    /// The CPU time of a scan, nanoseconds, once `unmarked` pages more are marked.
+    fn scan_ns(&self, marked: Pages, unmarked: Pages) -> u64 {
+        let unvisited = self.unvisited.min(marked);
+        (unvisited + unmarked).0 * NEW_PAGE_NS + (marked - unvisited).0 * OLD_PAGE_NS
+    }
+
+    /// The CPU time that the scans that are due still need, nanoseconds, once `unmarked` pages more are marked.
+    pub fn left_ns(&self, ksm: &KsmView, marked: Pages, unmarked: Pages) -> u64 {
+        let scan_ns = self.scan_ns(marked, unmarked);
+        if unmarked > Pages(0) {
+            return 2 * scan_ns;
+        }
+        let visited = self.scan_in_progress.map_or(0, |scan| ksm.scanned.saturating_sub(scan.scanned));
+        let part_ns = scan_ns * visited.min(marked.0) / marked.0.max(1);
+        (u64::from(self.due) * scan_ns).saturating_sub(part_ns)
     }
 
     /// Whether we haven't read the cgroup limits since the last scan. A page written before or during that scan isn't

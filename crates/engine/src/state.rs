@@ -73,6 +73,9 @@ pub struct Activity {
     pub paused: bool,
     /// Whether we're reading or merging.
     pub busy: bool,
+    /// Roughly how long until what we're reading now is read and merged, if nothing changes. `None`: we aren't at it,
+    /// or haven't measured the cost yet.
+    pub done_in_seconds: Option<f64>,
     /// Whether we may control KSM.
     pub ksm_driven: bool,
 }

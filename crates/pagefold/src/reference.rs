@@ -171,6 +171,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("governor, in_force", "The governor that was set; the one that auto has chosen"),
             ("allowed_share, used_share", "Share of a core, 0 to 1: allowed; used in the last ten seconds"),
             ("paused, busy", "Whether the run is paused; whether it is reading, marking or merging right now"),
+            ("done_in_seconds", "Roughly how long until what is being read is read and merged; null if unknown or idle"),
             ("ksm_driven, ksm_why, stood_down", "Whether this run controls KSM; why not; whether it gave up KSM because another program changed a setting"),
             ("available_bytes, resident_bytes", "Memory that programs can get without swapping; anonymous memory in scope that isn't left alone, or is marked"),
             ("saved_bytes, saved_age_seconds", "Frames saved: those that the processes in scope would hold if nothing were merged, minus those they hold; the age of that count; null until the first count"),

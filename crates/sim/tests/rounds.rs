@@ -27,6 +27,29 @@ fn one_content_beside_random_pages_is_merged_within_seconds() {
     assert!(ledger.seconds_to_90_percent().unwrap() < 3.0, "{:?}", ledger.seconds_to_90_percent());
 }
 
+/// We say how long reading and merging will take.
+#[test]
+fn the_time_until_all_is_merged_is_foreseen() {
+    for governor in [Governor::Low, Governor::Medium] {
+        let mut sim = Machine::with(host(), Config { governor, ..config() });
+        scenario::redis(&mut sim, 4, Pages(256 * MIB));
+        let mut foreseen: Vec<(f64, f64)> = Vec::new();
+        let mut done_at = 0.0;
+        for second in 0..120 {
+            sim.run(1);
+            if let Some(left) = sim.engine.state().activity.done_in_seconds {
+                foreseen.push((f64::from(second), left));
+                done_at = f64::from(second + 1);
+            }
+        }
+        assert!(foreseen.len() >= 3, "{foreseen:?}");
+        for (at, left) in foreseen.into_iter().filter(|(at, _)| *at < done_at / 2.0) {
+            let real = done_at - at;
+            assert!(left > real / 2.0 && left < real * 2.0, "{left} s foreseen at {at} s, but {real} s");
+        }
+    }
+}
+
 #[test]
 fn contents_that_exist_exactly_twice_are_found() {
     let mut sim = Machine::new(host());

@@ -5,6 +5,7 @@ use crate::config::Only;
 use crate::decision::{Kind, Verb};
 use crate::governor::WINDOW_NS;
 use crate::ledger::METADATA_BYTES_PER_PAGE;
+use crate::marking::marker::marked_resident;
 use crate::region::Region;
 use crate::reserve::RoomState;
 use crate::state::{
@@ -21,6 +22,7 @@ const VERBS: [Verb; 7] = [Verb::Read, Verb::Mark, Verb::Merge, Verb::Sample, Ver
 pub(super) fn state(engine: &Engine) -> State {
     let ledger = &engine.ledger;
     let regions = regions(engine);
+    let totals = totals(engine, &regions);
     let mut all = MemoryTotal::default();
     let mut owners: BTreeMap<_, OwnerTotal> = BTreeMap::new();
     let mut domains: BTreeMap<_, MemoryTotal> = BTreeMap::new();
@@ -41,7 +43,7 @@ pub(super) fn state(engine: &Engine) -> State {
     let merges_zeros = engine.config.only == Only::Zeros && engine.carrier().by_marks;
     State {
         now_ns: ledger.now_ns,
-        activity: activity(engine),
+        activity: activity(engine, &totals),
         memory: memory(engine, all),
         other_bytes: merges_zeros.then_some(others.bytes().0),
         foreign_marks: engine.snapshot.foreign_marks,
@@ -59,7 +61,7 @@ pub(super) fn state(engine: &Engine) -> State {
             refused_pages: ledger.not_moved.0,
             move_seconds: seconds(ledger.move_ns),
         },
-        totals: totals(engine, &regions),
+        totals,
         owners,
         domains,
         regions,
@@ -67,7 +69,7 @@ pub(super) fn state(engine: &Engine) -> State {
     }
 }
 
-fn activity(engine: &Engine) -> Activity {
+fn activity(engine: &Engine, totals: &RegionTotals) -> Activity {
     Activity {
         seconds: seconds(engine.ledger.now_ns - engine.ledger.began_ns),
         governor: engine.config.governor,
@@ -76,8 +78,27 @@ fn activity(engine: &Engine) -> Activity {
         used_share: engine.spending.total.spent_ns(WINDOW_NS) as f64 / WINDOW_NS as f64,
         paused: engine.spending.paused,
         busy: engine.is_busy(),
+        done_in_seconds: done_in(engine, totals),
         ksm_driven: engine.snapshot.ksm.ours,
     }
+}
+
+fn done_in(engine: &Engine, totals: &RegionTotals) -> Option<f64> {
+    if engine.spending.paused || engine.ledger.pages_read == 0 {
+        return None;
+    }
+    let of_verb = |verb| totals.of_verb(verb).map_or(Pages(0), |total| total.resident);
+    let unread = of_verb(Verb::Read);
+    let mut work_ns = unread.0 * engine.ladder.run_page_ns();
+    if engine.carrier().by_marks {
+        // We assume that we'll mark all that we're reading.
+        let marked = marked_resident(&engine.table);
+        let all: Pages = engine.table.iter().map(|region| region.view.resident).sum();
+        let unmarked = (unread + of_verb(Verb::Mark)).min(all.saturating_sub(marked));
+        work_ns += engine.ksmd.scheduler.left_ns(&engine.snapshot.ksm, marked, unmarked);
+    }
+    let share = engine.pace().top.fraction();
+    (work_ns > 0).then(|| seconds(work_ns) / share.max(1e-4))
 }
 
 fn memory(engine: &Engine, all: MemoryTotal) -> MemoryState {

@@ -111,6 +111,11 @@ impl Ladder {
         self.sample_ns
     }
 
+    /// Roughly the cost of a page if we read many in a row, nanoseconds. Scattered samples cost more.
+    pub fn run_page_ns(&self) -> u64 {
+        self.sample_ns.min(2 * READ_NS)
+    }
+
     /// Records the CPU time of a cycle that read this many pages.
     pub fn record_cost(&mut self, pages: u64, cpu_ns: u64) {
         if pages >= SAMPLES_MIN {

@@ -87,12 +87,14 @@ struct Outcome {
     /// One of the processes.
     pid: Option<i32>,
     doing: String,
+    /// How long that will take, in words.
+    done_in: Option<String>,
 }
 
 impl Outcome {
     fn of(status: &Status, pids: &[i32]) -> Self {
         let doing: Vec<&str> = status.doing().into_iter().map(super::status::Doing::name).collect();
-        let mut outcome = Self { doing: doing.join(" and "), ..Self::default() };
+        let mut outcome = Self { doing: doing.join(" and "), done_in: status.done_in(), ..Self::default() };
         let out_of_scope = Exclusion::OutOfScope.to_string();
         for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
             outcome.processes += 1;
@@ -261,7 +263,9 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
             progress.clear();
             return Ok(outcome);
         }
-        progress.show(&format!("waiting for the first saving: {}", outcome.doing), None);
+        let expected =
+            outcome.done_in.map_or("waiting for the first saving".to_owned(), |end| format!("first saving in {end}"));
+        progress.show(&format!("{expected}: {}", outcome.doing), None);
         std::thread::sleep(INTERVAL);
     }
 }

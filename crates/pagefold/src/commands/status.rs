@@ -21,6 +21,7 @@ use pagefold_engine::ledger::RequestCounts;
 use pagefold_engine::state::{Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionTotals, State, Work};
 use pagefold_host::check::users::{KsmUser, ksm_users};
 use pagefold_text::exit;
+use pagefold_text::figures::time;
 use pagefold_text::style::{self, Style, count};
 use room::ReserveView;
 use serde::{Deserialize, Serialize};
@@ -292,6 +293,12 @@ impl Status {
     /// How much the run saves, or a dry run would save. `None` while we don't know yet.
     pub fn result_bytes(&self) -> Option<u64> {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
+    }
+
+    /// How long the work at hand will take, in words. `None` if that's less than a second, or unknown.
+    pub fn done_in(&self) -> Option<String> {
+        let seconds = self.activity.done_in_seconds.filter(|seconds| *seconds >= 1.0)?;
+        Some(format!("about {}", time(seconds)))
     }
 
     /// The run's activities right now. There may be several.

@@ -226,7 +226,8 @@ fn state(status: &Status) -> String {
         return "watching: nothing to do until something changes".to_owned();
     }
     let names: Vec<&str> = doing.iter().map(|doing| doing.name()).collect();
-    names.join(", ")
+    let end = status.done_in().map_or(String::new(), |end| format!("; done in {end}"));
+    names.join(", ") + &end
 }
 
 fn governor(status: &Status) -> String {

@@ -40,7 +40,7 @@ pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
         return (mood, format!("Watching for changes, for {share} of a core. {progress}"));
     }
     let mood = if gain > 0 || history.len() < 2 { Mood::Useful } else { Mood::Searching };
-    let end = remaining(status).map_or(String::new(), |seconds| format!("Read in about {}. ", time(seconds)));
+    let end = status.done_in().map_or(String::new(), |end| format!("Done in {end}. "));
     (mood, format!("{}. {end}{progress}", work(status)))
 }
 
@@ -81,14 +81,4 @@ fn work(status: &Status) -> String {
     }
     let text = if parts.is_empty() { "sampling".to_owned() } else { parts.join(", ") };
     text[..1].to_uppercase() + &text[1..]
-}
-
-/// Estimates how many seconds we still need for regions that are being read whole, from the cost per page so far and
-/// the allowed share of a core.
-fn remaining(status: &Status) -> Option<f64> {
-    let pages = status.totals.of_verb(Verb::Read)?.resident;
-    let work = &status.work;
-    let page_seconds = work.cpu_seconds.pagefold_ns as f64 / 1e9 / work.pages_read.max(1) as f64;
-    let seconds = pages.0 as f64 * page_seconds / status.activity.allowed_share.fraction().max(1e-4);
-    (work.pages_read > 0 && seconds >= 1.0).then_some(seconds)
 }
