@@ -49,6 +49,11 @@ pub trait Backend: Host + Sized {
     /// All facts that views of the run show.
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts;
 
+    /// How many descendants of kept-out processes we've found.
+    fn adopted(&self) -> u64 {
+        0
+    }
+
     /// The events since the last call.
     fn take_events(&mut self) -> Vec<Event>;
 
@@ -137,6 +142,10 @@ impl Backend for LiveHost {
 
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
         Facts::of(engine, self, run)
+    }
+
+    fn adopted(&self) -> u64 {
+        self.kept_out().adopted()
     }
 
     fn take_events(&mut self) -> Vec<Event> {

@@ -11,6 +11,7 @@ pub mod protocol;
 pub mod queue;
 pub mod server;
 
+use crate::background::{Background, Complaints};
 use crate::commands::explain;
 use crate::commands::status::Status;
 use crate::kept_out;
@@ -24,8 +25,12 @@ use queue::{Facts, RequestSender};
 use serde::Serialize;
 use server::Server;
 use std::path::Path;
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use tracing::debug;
+
+/// The shortest time between two writes of the list of kept-out processes, nanoseconds.
+const KEEP_EVERY_NS: u64 = 5_000_000_000;
 
 /// Serves the socket. If that fails, the run goes on without a socket. A dry run doesn't replace another run's socket.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
@@ -74,6 +79,42 @@ fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String,
         Answer::Reloaded(_) => {}
     }
     json(&answer).map_err(failed)
+}
+
+/// Saves the list of kept-out processes as it grows, so that a crash loses no descendant of a process in it.
+#[derive(Debug)]
+pub struct Keeper {
+    thread: Option<Background<()>>,
+    adopted: u64,
+    next_ns: u64,
+}
+
+impl Keeper {
+    pub fn start(requests: &RequestSender) -> Self {
+        let requests = requests.clone();
+        let keep_all = move |work: Receiver<()>| {
+            let mut complaints = Complaints::default();
+            for () in work {
+                let kept = keep(&requests);
+                complaints.hear(kept.map_err(|why| format!("the list of excluded processes is not up to date: {why}")));
+            }
+        };
+        Self { thread: Background::start("kept out", keep_all).ok(), adopted: 0, next_ns: 0 }
+    }
+
+    /// Saves the list if this number of descendants has grown ([`KeptOut::adopted`]), and it's time.
+    ///
+    /// [`KeptOut::adopted`]: pagefold_host::scope::kept_out::KeptOut::adopted
+    pub fn keep(&mut self, adopted: u64, now_ns: u64) {
+        if adopted == self.adopted || now_ns < self.next_ns {
+            return;
+        }
+        self.adopted = adopted;
+        self.next_ns = now_ns + KEEP_EVERY_NS;
+        if let Some(thread) = &self.thread {
+            thread.offer(());
+        }
+    }
 }
 
 /// Saves the list of kept-out processes for the next run.

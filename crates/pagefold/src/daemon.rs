@@ -14,11 +14,11 @@ use crate::commands::run::summary::{self, Summary};
 use crate::config::args::RunArgs;
 use crate::config::scope::ScopeArgs;
 use crate::config::settings::Settings;
-use crate::control;
 use crate::control::orders::{self, Answer, Orders};
 use crate::control::protocol::{Reloaded, Request, SCHEMA};
 use crate::control::queue::{Order, RequestQueue, RunFacts};
 use crate::control::server::Server;
+use crate::control::{self, Keeper};
 use crate::history::{self, HistoryFile};
 use crate::learned::LearnedWriter;
 use crate::metrics::Metrics;
@@ -115,6 +115,7 @@ pub struct Daemon<'a, B: Backend> {
     history: Option<Background<()>>,
     pub learned: Option<LearnedWriter>,
     pub sketches: Option<sketch::Writer>,
+    keeper: Keeper,
     progress: Progress,
     rooms: RoomReports,
     /// How many scans we've noted as events.
@@ -130,6 +131,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         let (requests, sender) = RequestQueue::new(signals.woken);
         let metrics = metrics.start(&sender);
         let history = history::start(history, &sender);
+        let keeper = Keeper::start(&sender);
         let control = control::serve(sender, facts.dry_run);
         fault::point("socket-made");
         Self {
@@ -145,6 +147,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             history,
             learned: None,
             sketches: None,
+            keeper,
             progress: Progress::start(),
             rooms: RoomReports::default(),
             scans: 0,
@@ -167,11 +170,12 @@ impl<'a, B: Backend> Daemon<'a, B> {
     fn run_cycles(&mut self) -> Result<(), Exit> {
         let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
         while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
-            self.report_events();
-            self.log_decisions();
+            // What was done before we stand down is logged, too.
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
+            self.report_events();
+            self.log_decisions();
             // A scope from a configuration file has no end: other targets may enter it later.
             let is_fixed = self.active.args.scope != ScopeArgs::default();
             if is_fixed && self.backend.has_ended(&self.active.settings.scope) {
@@ -186,6 +190,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             self.serve_requests();
             let targets = style::count(self.backend.target_count(), B::TARGET, B::TARGETS);
             self.progress.show(&self.engine, &targets, self.engine.is_paused());
+            self.keeper.keep(self.backend.adopted(), self.backend.now_ns());
             if let Some(learned) = &mut self.learned {
                 learned.keep(&self.engine, self.backend.now_ns());
             }
@@ -421,6 +426,7 @@ mod tests {
         let Run { machine, known, mut active, .. } = Run::by_ksmd();
         active.args = Box::leak(Box::new(RunArgs { duration: Some(duration), ..RunArgs::default() }));
         let (requests, sender) = RequestQueue::new(Arc::default());
+        let keeper = Keeper::start(&sender);
         let daemon = Daemon {
             engine: Engine::new(known.config.clone()),
             backend: machine,
@@ -434,6 +440,7 @@ mod tests {
             history: None,
             learned: None,
             sketches: None,
+            keeper,
             progress: Progress::start(),
             rooms: RoomReports::default(),
             scans: 0,

@@ -6,7 +6,7 @@
 
 use crate::config::ownership;
 use crate::control::protocol::Selectors;
-use crate::place::{Place, create_directory, of_service};
+use crate::place::{Place, create_directory};
 use pagefold_host::scope::kept_out::{ENTRIES_MOST, Entry, KeptOut, KeptOutError, Verdict};
 use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::state_file::boot_id;
@@ -49,8 +49,9 @@ struct Row {
     processes: BTreeSet<ProcessKey>,
 }
 
+/// The same for the service and for every command: a caller's `STATE_DIRECTORY` may be another service's.
 fn path() -> PathBuf {
-    of_service(NAME).unwrap_or_else(|| Path::new(DIRECTORY).join(NAME))
+    Path::new(DIRECTORY).join(NAME)
 }
 
 /// Waits for our turn to write the list. One thread at a time fetches and writes it, so that an older list never

@@ -23,7 +23,7 @@ pub fn of_run<T>(
 }
 
 /// A file in the directory that the service manager has made for the service.
-pub fn of_service(name: &str) -> Option<PathBuf> {
+fn of_service(name: &str) -> Option<PathBuf> {
     let directory = env::var_os("STATE_DIRECTORY")?;
     // The variable may name several directories, separated by colons.
     let first = directory.to_str()?.split(':').next()?;
@@ -86,12 +86,24 @@ impl Place {
     /// follow it.
     pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         let written = self.create(mode).and_then(|mut file| fill(&mut file));
-        let written = written.and_then(|()| fs::rename(&self.beside, &self.path));
+        let written = written.and_then(|()| fs::rename(&self.beside, &self.path)).and_then(|()| self.sync_directory());
         debug!(target: "files", path = %shown(&self.path), ?written, "replaced");
         if written.is_err() {
             let _ = fs::remove_file(&self.beside);
         }
         written
+    }
+
+    /// Removes the file.
+    pub fn remove(&self) -> io::Result<()> {
+        fs::remove_file(&self.path)?;
+        self.sync_directory()
+    }
+
+    /// Makes sure that a file's new name, or its end, outlives a power failure.
+    fn sync_directory(&self) -> io::Result<()> {
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        File::open(directory)?.sync_all()
     }
 
     /// Reads the file, up to `most` bytes.

@@ -5,6 +5,7 @@ use pagefold_testkit::injection::Victim;
 use pagefold_testkit::*;
 use pagefold_workload::Tenant;
 use serde_json::{Value, json};
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -150,6 +151,9 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     std::thread::sleep(A_WHILE);
     assert_unmarked(&[own[0], before, after]);
     assert!(are_merged(&own[1..], 15 * MIB));
+    let is_kept =
+        || fs::read_to_string("/var/lib/pagefold/kept-out.json").is_ok_and(|text| text.contains(&format!("{after},")));
+    wait_until("a crash would keep the new child out", is_kept);
     daemon.stop();
     assert!(holders.iter_mut().all(Holder::is_intact));
     unmerge(&own);

@@ -53,14 +53,21 @@ pub struct Entry {
 #[derive(Clone, Debug, Default)]
 pub struct KeptOut {
     entries: Vec<Entry>,
+    /// How many descendants have joined entries.
+    adopted: u64,
 }
 
 impl KeptOut {
     /// The entries of an earlier run, the oldest first.
     pub fn of(entries: Vec<Entry>) -> Self {
-        let mut kept_out = Self { entries };
+        let mut kept_out = Self { entries, adopted: 0 };
         kept_out.tidy();
         kept_out
+    }
+
+    /// How many descendants have joined entries during this run. Callers keep the list again when this grows.
+    pub fn adopted(&self) -> u64 {
+        self.adopted
     }
 
     /// All entries, the oldest first.
@@ -169,7 +176,7 @@ impl KeptOut {
         let ancestors = ancestors(process, roots);
         for entry in &mut self.entries {
             if ancestors.iter().any(|ancestor| entry.processes.contains(ancestor)) {
-                entry.processes.insert(process.key());
+                self.adopted += u64::from(entry.processes.insert(process.key()));
             }
         }
     }

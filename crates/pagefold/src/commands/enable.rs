@@ -15,6 +15,7 @@ use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_among, resolve_for_including,
 };
+use pagefold_ksm::lock::{self, LOCK_PATH};
 use pagefold_procmem::Roots;
 use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
@@ -28,6 +29,8 @@ use std::time::{Duration, Instant};
 const SERVICE: &str = "pagefold.service";
 /// How long we wait for the first saving.
 const SAVING_LIMIT: Duration = Duration::from_secs(60);
+/// How long we wait until a daemon that starts answers.
+const READY_LIMIT: Duration = Duration::from_secs(5);
 /// How long we wait until a process is unmerged.
 const UNMERGING_LIMIT: Duration = Duration::from_secs(10);
 /// If the daemon leaves all processes alone for this long, we stop waiting: it'll hardly change its mind.
@@ -201,7 +204,7 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<ScopeSpec>> {
     let former = file.list.clone();
     let scope = file.set(list)?;
-    let refusal = match ask::<Reloaded>(&Request::Reload) {
+    let refusal = match reload_when_ready() {
         Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope.to_string() => return Ok(Some(scope)),
         Ok(other) if other.file == args.config => {
             let line = format!(
@@ -215,13 +218,37 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
             let line = format!("the running pagefold reads {0}; add --config {0}", shown(&other.file));
             Exit::new(exit::FAILURE, line).into()
         }
-        Err(error) if code_of(&error) == exit::NO_DAEMON => return Ok(None),
+        Err(error) if code_of(&error) == exit::NO_DAEMON && !is_running() => return Ok(None),
         Err(error) => error,
     };
-    file.set(former)?;
+    if let Err(error) = file.set(former) {
+        let line = format!("{refusal:#}; the list in {} couldn't be undone: {error:#}", shown(&args.config));
+        return Err(Exit::new(exit::FAILURE, line).into());
+    }
     // The daemon may have read the new list and answered too late, so make it read the former one.
     let _ = ask::<Reloaded>(&Request::Reload);
     Err(refusal)
+}
+
+/// Makes the daemon read its files. One that has just been started has read them already, but doesn't answer yet.
+fn reload_when_ready() -> Result<Reloaded> {
+    let began = Instant::now();
+    loop {
+        match ask::<Reloaded>(&Request::Reload) {
+            Err(error) if code_of(&error) == exit::NO_DAEMON && began.elapsed() < READY_LIMIT => {
+                if !is_running() {
+                    return Err(error);
+                }
+                std::thread::sleep(INTERVAL);
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Whether a pagefold controls KSM, even if it doesn't answer.
+fn is_running() -> bool {
+    lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some())
 }
 
 /// Starts the service, now and at each boot.

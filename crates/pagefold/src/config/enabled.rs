@@ -11,7 +11,7 @@ use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::lease::KsmPaths;
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_text::exit::{self, Exit};
-use std::fs::{self, File, Permissions};
+use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -112,7 +112,7 @@ impl EnabledFile {
             return Ok(());
         }
         let place = Place::of(&self.path)?;
-        fs::remove_file(&place.path).map_err(|error| format!("cannot be removed: {error}; run as root"))
+        place.remove().map_err(|error| format!("cannot be removed: {error}; run as root"))
     }
 }
 
@@ -145,6 +145,7 @@ fn replace(path: &Path, text: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::os::unix::fs::symlink;
 
     fn selector(kind: &str, name: &str) -> Selector {

@@ -23,6 +23,7 @@ use pagefold_host::scope::workload::Workload;
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use std::hash::{BuildHasher, RandomState};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
@@ -90,7 +91,7 @@ impl Settings {
         let default = Path::new(DEFAULT_FILE);
         let file = match &args.config {
             Some(file) => Some(file.as_path()),
-            None if args.scope == ScopeArgs::default() && default.exists() => Some(default),
+            None if args.scope == ScopeArgs::default() && has_layers(default) => Some(default),
             None => None,
         };
         Self::from(args, file)
@@ -193,7 +194,7 @@ fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
 /// file: whoever denied a program or set domains apart meant every run.
 fn bounds_of_file() -> Result<Options, Exit> {
     let default = Path::new(DEFAULT_FILE);
-    if !default.exists() {
+    if !has_layers(default) {
         return Ok(Options::default());
     }
     let file = merged(&load(default)?);
@@ -233,12 +234,23 @@ pub fn additions(path: &Path) -> PathBuf {
     additions.into()
 }
 
+/// Whether there's FILE or FILE.d. FILE.d without FILE has lost something, perhaps a denial, so
+/// [`load`] refuses it.
+fn has_layers(path: &Path) -> bool {
+    is_there(path) || is_there(&additions(path))
+}
+
+/// Whether there's something with this name, if only a link that leads nowhere, or something that we can't see.
+fn is_there(path: &Path) -> bool {
+    !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
+}
+
 /// Reads a file, and then FILE.d/*.toml in the order of their names.
 pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
-    let mut layers = vec![load_one(path)?];
     let additions = additions(path);
     let additions = additions.as_path();
-    if !additions.exists() {
+    let mut layers = vec![load_one(path)?];
+    if !is_there(additions) {
         return Ok(layers);
     }
     let cannot = |error| refused(additions, &format!("cannot be read: {error}; make it a directory"));

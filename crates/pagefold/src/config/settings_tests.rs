@@ -219,7 +219,18 @@ fn files_that_other_users_may_write_are_refused() {
 #[test]
 fn unreadable_files_are_refused() {
     let files = Files::new("");
+    std::os::unix::fs::symlink("nowhere", additions(&files.path())).unwrap();
+    files.refused("cannot be read");
+    fs::remove_file(additions(&files.path())).unwrap();
+    assert!(has_layers(&files.path()));
     fs::remove_file(files.path()).unwrap();
+    assert!(!has_layers(&files.path()));
+    files.refused("cannot be read");
+    std::os::unix::fs::symlink("nowhere", files.path()).unwrap();
+    assert!(has_layers(&files.path()), "it may come back");
+    fs::remove_file(files.path()).unwrap();
+    fs::create_dir(additions(&files.path())).unwrap();
+    assert!(has_layers(&files.path()));
     files.refused("cannot be read");
     fs::create_dir(files.path()).unwrap();
     files.refused("is not a regular file");

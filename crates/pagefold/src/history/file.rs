@@ -56,13 +56,16 @@ impl HistoryFile {
                 None
             }
             Err(error) if error.kind() == ErrorKind::NotFound => self.begin().err(),
-            Err(error) => Some(self.replace(&error)),
+            Err(error) => Some(self.replace_unless_passing(&error)),
         }
     }
 
-    /// Replaces a file that we can't use.
-    fn replace(&self, why: &io::Error) -> String {
+    /// Replaces a file that isn't a history of ours. One that we can't read at the moment stays.
+    fn replace_unless_passing(&self, why: &io::Error) -> String {
         let shown = ownership::shown(&self.0.path);
+        if matches!(why.raw_os_error(), Some(libc::EIO | libc::ENOMEM | libc::EMFILE | libc::ENFILE)) {
+            return format!("cannot read the history {shown}: {why} (pagefold tries again)");
+        }
         match self.begin() {
             Ok(()) => format!("the history {shown} {why}; pagefold begins a new one"),
             Err(error) => error,
@@ -86,7 +89,7 @@ impl HistoryFile {
                 self.begin()?;
                 None
             }
-            Err(error) => Some(self.replace(&error)),
+            Err(error) => Some(self.replace_unless_passing(&error)),
         };
         let written = open(&self.0.path, true).and_then(|file| {
             let words = encode(moment);
