@@ -160,9 +160,9 @@ impl Engine {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
     }
 
-    /// The latest count of the saving, `None` before the first one.
+    /// The latest count of the saving, `None` before the first one and while KSM merges much.
     pub fn saving(&self) -> Option<&Saving> {
-        self.saving.latest()
+        self.saving.known(self.snapshot.ksm.saved())
     }
 
     /// How many pages programs need if they write to every merged page. With ksmd we take our own count or KSM's,

@@ -41,6 +41,9 @@ const MERGED_NS: u64 = 900;
 const PROCESS_NS: u64 = 5_000;
 /// Counting may take this fraction of a core (one part in 2,000), and a quarter of that while nothing changes.
 const SHARE: u64 = 2_000;
+/// If KSM has merged more than this many pages since the last count, and a quarter more than before, we don't know the
+/// saving.
+const LITTLE_MERGED: u64 = 2_048;
 /// The shortest and the longest time between two counts, nanoseconds.
 const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 60_000_000_000;
@@ -59,6 +62,8 @@ pub struct Saving {
     /// The frames that the processes would need if programs wrote every page that shares a merged frame.
     pub returns_at_worst: Pages,
     pub counted_ns: u64,
+    /// KSM's own figure for the whole machine at that time.
+    pub machine: Pages,
     /// We looked up one page in this many.
     pub one_in: u64,
     /// Each process's part, pages.
@@ -68,6 +73,15 @@ pub struct Saving {
 impl Saving {
     pub fn of(&self, owner: OwnerKey) -> Pages {
         Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
+    }
+
+    /// Takes the part of a process out that has ended or left the scope. The next count is exact again.
+    fn forget(&mut self, owner: OwnerKey) {
+        let Some(part) = self.by_owner.remove(&owner) else { return };
+        let left = (1.0 - part / (self.saved.0 as f64).max(part).max(1.0)).max(0.0);
+        for pages in [&mut self.saved, &mut self.merged, &mut self.returns_at_worst] {
+            *pages = Pages(whole(pages.0 as f64 * left));
+        }
     }
 }
 
@@ -98,6 +112,20 @@ impl SavingCounter {
         self.latest.as_ref()
     }
 
+    /// The latest count. `None` if KSM has merged much since, so that we'd show too little: `machine` is its figure now.
+    pub fn known(&self, machine: Pages) -> Option<&Saving> {
+        self.latest().filter(|saving| machine.0 <= saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED)
+    }
+
+    /// Takes processes out of the latest count that have ended or left the scope.
+    pub fn forget(&mut self, owners: &FxHashSet<OwnerKey>) {
+        if let Some(saving) = &mut self.latest {
+            for &owner in owners {
+                saving.forget(owner);
+            }
+        }
+    }
+
     /// Whether this cycle's plan counts.
     pub fn is_asking(&self) -> bool {
         self.asking.is_some()
@@ -108,7 +136,8 @@ impl SavingCounter {
         let before = *self.machine_before.get_or_insert(machine);
         let saved = machine.saturating_sub(before);
         let returns_at_worst = machine;
-        self.latest = Some(Saving { saved, returns_at_worst, counted_ns: now_ns, one_in: 1, ..Saving::default() });
+        self.latest =
+            Some(Saving { saved, returns_at_worst, counted_ns: now_ns, machine, one_in: 1, ..Saving::default() });
     }
 
     /// Nothing on the whole machine is merged.
@@ -185,8 +214,15 @@ impl SavingCounter {
         (start < stop).then(|| (Vpn(start), stop - start))
     }
 
-    /// Records the pages we looked up. `counted` is `None` if the host couldn't count.
-    pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], counted: Option<&Counted>, now_ns: u64) {
+    /// Records the pages we looked up. `counted` is `None` if the host couldn't count. `machine` is KSM's own figure.
+    pub fn record(
+        &mut self,
+        table: &RegionTable,
+        merged: &[MergedSample],
+        counted: Option<&Counted>,
+        machine: Pages,
+        now_ns: u64,
+    ) {
         let Some(asked) = self.asking.take() else { return };
         let zeros = counted.map_or(0, |counted| counted.zeros.len());
         let others = counted.map_or(0, |counted| counted.others.len());
@@ -194,7 +230,7 @@ impl SavingCounter {
         let cost_ns = asked * PAGE_NS + merged_ns + count(zeros) * PROCESS_NS;
         self.pause_ns = (cost_ns * SHARE).clamp(PAUSE_NS, PAUSE_MOST_NS);
         let Some(counted) = counted else { return };
-        let mut saving = Saving { counted_ns: now_ns, one_in: self.one_in, ..Saving::default() };
+        let mut saving = Saving { counted_ns: now_ns, machine, one_in: self.one_in, ..Saving::default() };
         let mut families: FxHashMap<(LineageKey, Vpn, u64), Relatives> = FxHashMap::default();
         let mut last = None;
         for sample in merged {
@@ -374,7 +410,7 @@ mod tests {
     fn count_at(table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
         let mut counter = SavingCounter::default();
         counter.plan(table, 1, false, false);
-        counter.record(table, merged, Some(zeros), 1);
+        counter.record(table, merged, Some(zeros), Pages(0), 1);
         counter.latest().unwrap().clone()
     }
 
@@ -511,7 +547,7 @@ mod tests {
                 }
             }
         }
-        counter.record(&table, &merged, Some(&Counted::default()), 1);
+        counter.record(&table, &merged, Some(&Counted::default()), Pages(0), 1);
         let saved = counter.latest().unwrap().saved.0 as f64;
         let truth = (pages * 3 / 4 * 2) as f64;
         assert!((saved / truth - 1.0).abs() < 0.02, "{saved} of {truth}");
@@ -549,7 +585,7 @@ mod tests {
         let table = table(&[1, 2], 100);
         let mut counter = SavingCounter::default();
         assert!(!counter.plan(&table, 1, true, true).is_empty(), "the first one doesn't wait either");
-        counter.record(&table, &[], Some(&Counted::default()), 1);
+        counter.record(&table, &[], Some(&Counted::default()), Pages(0), 1);
         assert!(counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty(), "reading goes first");
         counter.count_now();
         assert!(!counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty());
@@ -560,7 +596,21 @@ mod tests {
         let table = table(&[1, 2], 100);
         let mut counter = SavingCounter::default();
         counter.plan(&table, 1, false, false);
-        counter.record(&table, &[], None, 1);
+        counter.record(&table, &[], None, Pages(0), 1);
         assert_eq!(counter.latest(), None);
+    }
+
+    #[test]
+    fn the_count_loses_who_has_gone_and_is_unknown_while_much_is_merged() {
+        let by_owner = [(OwnerKey(1), 6_000.0), (OwnerKey(2), 2_000.0)].into_iter().collect();
+        let (saved, merged, machine) = (Pages(8_000), Pages(12_000), Pages(8_000));
+        let saving = Saving { saved, merged, returns_at_worst: saved, machine, one_in: 1, counted_ns: 1, by_owner };
+        let mut counter = SavingCounter { latest: Some(saving), ..SavingCounter::default() };
+        assert!(counter.known(Pages(12_000)).is_some() && counter.known(Pages(12_100)).is_none());
+        counter.forget(&FxHashSet::from_iter([OwnerKey(1), OwnerKey(3)]));
+        let left = counter.latest().unwrap();
+        assert_eq!([left.saved, left.merged, left.returns_at_worst], [2_000, 3_000, 2_000].map(Pages));
+        counter.forget(&FxHashSet::from_iter([OwnerKey(2)]));
+        assert_eq!(counter.latest().unwrap().saved, Pages(0));
     }
 }

@@ -261,7 +261,8 @@ impl Engine {
     }
 
     fn record_saving(&mut self, samples: &Samples) {
-        self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), self.snapshot.now_ns);
+        let Snapshot { now_ns, ksm, .. } = &self.snapshot;
+        self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), ksm.saved(), *now_ns);
         self.record_counted();
         self.find_unmerged(&samples.merged, samples.counted.as_ref());
     }

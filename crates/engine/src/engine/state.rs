@@ -75,12 +75,21 @@ fn activity(engine: &Engine, totals: &RegionTotals) -> Activity {
         governor: engine.config.governor,
         in_force: engine.spending.governor,
         allowed_share: engine.pace().top,
-        used_share: engine.spending.total.spent_ns(WINDOW_NS) as f64 / WINDOW_NS as f64,
+        used_share: used_share(engine),
         paused: engine.spending.paused,
         busy: engine.is_busy(),
         done_in_seconds: done_in(engine, totals),
         ksm_driven: engine.snapshot.ksm.ours,
     }
+}
+
+/// The share of a core is over at least this time, nanoseconds.
+const SHORTEST_NS: u64 = 1_000_000_000;
+
+/// Over the last ten seconds, or since the run began if that's less.
+fn used_share(engine: &Engine) -> f64 {
+    let up_ns = engine.ledger.now_ns - engine.ledger.began_ns;
+    engine.spending.total.spent_ns(WINDOW_NS) as f64 / up_ns.clamp(SHORTEST_NS, WINDOW_NS) as f64
 }
 
 fn done_in(engine: &Engine, totals: &RegionTotals) -> Option<f64> {

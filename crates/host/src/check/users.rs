@@ -55,7 +55,9 @@ pub fn ksm_users(proc: &Path, limit: Duration) -> Result<Vec<KsmUser>, ReadError
 impl KsmUser {
     fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let stat = KsmStat::of(process)?;
-        if stat.items == 0 && stat.merged() == Pages(0) && !stat.merge_any {
+        // Until ksmd's next scan, the kernel counts pages as merged that were unmerged with their marks.
+        let has_marks = stat.merge_any || stat.mergeable != Some(false);
+        if !has_marks || stat.items == 0 && stat.merged() == Pages(0) && !stat.merge_any {
             return Ok(None);
         }
         Ok(Some(Self {

@@ -133,7 +133,9 @@ impl KeptOut {
                 entry.processes.retain(|key| !new.processes.contains(key));
             }
             self.entries.retain(|entry| !entry.is_superseded_by(&new));
-            if !new.is_empty() {
+            // If only pids are kept out, a process is let in by taking it out of their entries.
+            let decides = !new.is_in() || !new.is_of_pid() || self.entries.iter().any(|entry| !entry.is_of_pid());
+            if decides && !new.is_empty() {
                 self.entries.push(new);
             }
         }

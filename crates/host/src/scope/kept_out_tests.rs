@@ -191,3 +191,15 @@ fn the_list_is_bounded() {
     assert_eq!(full, Err(KeptOutError::TooMany));
     assert_eq!(fixture.include(&by_exe("program-0")), Ok(vec![]));
 }
+
+#[test]
+fn a_process_let_in_by_its_pid_leaves_no_entry_unless_another_selector_keeps_it_out() {
+    let mut fixture = Fixture::new();
+    fixture.keep_out(&by_pid(10));
+    fixture.keep_out(&by_pid(20));
+    assert_eq!(fixture.include(&by_pid(10)), Ok(vec![10]));
+    assert_eq!((fixture.out(), fixture.kept_out.entries().len()), (vec![20], 1));
+    fixture.keep_out(&by_exe("web"));
+    assert_eq!(fixture.include(&by_pid(10)), Ok(vec![10]));
+    assert_eq!((fixture.out(), fixture.kept_out.entries().len()), (vec![11, 12, 20], 3));
+}

@@ -50,13 +50,14 @@ pub fn describe(status: &Status, style: Style) -> String {
 fn rows(status: &Status) -> Vec<(&'static str, String)> {
     let scope = shorten(&status.run.scope, 46);
     let used = percent(status.activity.used_share, 1.0);
+    let span = time(status.activity.seconds.clamp(1.0, 10.0));
     let pagefold = status.work.cpu_seconds.pagefold_ns as f64 / 1e9;
     let ksmd = status.work.cpu_seconds.ksmd_ns as f64 / 1e9;
     let mut rows = vec![
         ("run", format!("{scope} (pid {}), up {}", status.pid, time(status.activity.seconds))),
         ("state", state(status)),
         ("governor", governor(status)),
-        ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
+        ("cost", format!("{used} of a core in the last {span}; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
         match &status.xen {
             Some(xen) => ("Xen", xen.sentence()),
             None => ("KSM", ksm(status)),
@@ -161,12 +162,16 @@ fn kept_out(status: &Status) -> Option<String> {
     }
     let mut selectors = Vec::new();
     for row in &status.programs.kept_out {
-        let but = if row.uid.is_none() { "but not " } else { "" };
+        let but = match row.uid {
+            None => "but not ",
+            Some(_) if selectors.is_empty() => "",
+            Some(_) => "and ",
+        };
         selectors.push(format!("{but}{}", row.selector));
     }
     let unmerged = status.programs.left_out.iter().find(|row| row.reason == UNMERGED).map_or(0, |row| row.processes);
     let processes = status.count(unmerged);
-    Some(format!("{}: {processes} now, until pagefold include", selectors.join(", ")))
+    Some(format!("{}: {processes} now, until pagefold include", selectors.join("; ")))
 }
 
 /// The number of trust domains, and the ones that we merge. `None` if there's only one, and we merge it.
@@ -254,7 +259,10 @@ fn ksm(status: &Status) -> String {
     match status.memory.exited_bytes {
         0 => text,
         bytes => {
-            format!("{text}, without {} of ended programs that KSM still counts until its next scan", human(bytes))
+            format!(
+                "{text}, without {} that has ended or been unmerged, which KSM counts until its next scan",
+                human(bytes)
+            )
         }
     }
 }
