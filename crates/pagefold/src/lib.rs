@@ -18,7 +18,7 @@
 //! | the file from which the next run learns which memory is worth merging | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | sketches of workloads' memory, for a fleet | [`sketch`] |
-//! | the manual's tables of JSON fields and metrics | [`reference`] |
+//! | the manual's tables of JSON fields | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-engine; everything that touches the system is in pagefold-host and the crates below it.

@@ -1,10 +1,8 @@
-//! The manual pages' tables of the program's output: the fields of each JSON document, and the metrics.
+//! The manual pages' tables of the program's output: the fields of each JSON document. Those of the metrics are made
+//! from `metrics::families`.
 //!
 //! Tests fail if we print a field that isn't explained here. Add a new field to the row of its neighbours.
 
-use crate::metrics::families::FAMILIES;
-
-/// A JSON document.
 #[derive(Clone, Copy, Debug)]
 pub struct Schema {
     /// The schema's name and version. The version changes when a field is removed or changes its meaning.
@@ -21,27 +19,6 @@ impl Schema {
         let rows = self.fields.iter().flat_map(|(fields, _)| fields.split(", "));
         rows.flat_map(|field| field.split('.')).map(|name| name.trim_end_matches("[]"))
     }
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Metric {
-    pub name: &'static str,
-    /// `counter`, `gauge` or `histogram`.
-    pub kind: &'static str,
-    /// The names of its labels.
-    pub labels: &'static [&'static str],
-    /// The quantity that the metric measures.
-    pub help: &'static str,
-}
-
-/// The metrics, in the order of the page.
-pub fn metrics() -> impl Iterator<Item = Metric> {
-    FAMILIES.iter().map(|family| Metric {
-        name: family.name,
-        kind: family.kind.name(),
-        labels: family.labels,
-        help: family.help,
-    })
 }
 
 /// A table for manual pages: its title, its pages, and its rows.

@@ -4,7 +4,8 @@ use crate::writer::{SOURCE, see_also};
 use clap_mangen::roff::{Roff, bold, italic, roman};
 use pagefold::config::options::{OptionSpec, SECTIONS};
 use pagefold::config::values::Allowed;
-use pagefold::reference::{self, SCHEMAS};
+use pagefold::metrics::families::FAMILIES;
+use pagefold::reference::SCHEMAS;
 
 const DESCRIPTION: [&str; 4] = [
     "The configuration file of pagefold run. It is a TOML file; every section and key may be missing. The file as it is \
@@ -56,10 +57,10 @@ fn metrics() -> Roff {
     let mut roff = begin("pagefold-metrics", "metrics of pagefold for Prometheus");
     roff.control("SH", ["DESCRIPTION"]).text([roman(METRICS)]);
     roff.control("SH", ["METRICS"]);
-    for metric in reference::metrics() {
+    for metric in FAMILIES {
         let labels =
             if metric.labels.is_empty() { String::new() } else { format!(", by {}", metric.labels.join(", ")) };
-        roff.control("TP", []).text([bold(metric.name), roman(format!(" ({}{labels})", metric.kind))]);
+        roff.control("TP", []).text([bold(metric.name), roman(format!(" ({}{labels})", metric.kind.name()))]);
         roff.text([roman(format!("{}.", metric.help))]);
     }
     see_also(&mut roff, [("pagefold-run".to_owned(), "8"), ("pagefold-json".to_owned(), "5")].into_iter());
