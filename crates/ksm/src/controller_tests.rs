@@ -1,7 +1,7 @@
 //! Tests the controller with a thread that reacts to kicks as ksmd does, on a copy of KSM's directory.
 
 use super::*;
-use crate::lease::{InitialKnobs, KsmPaths};
+use crate::lease::{INITIAL_KNOBS, KsmPaths};
 use crate::scan::WHOLE_SCAN;
 use crate::{Ksm, fixture};
 use std::fs::OpenOptions;
@@ -37,7 +37,7 @@ impl Stage {
         fixture::set(&root, "full_scans", "00000000");
         let paths = KsmPaths::in_dir(dir.path());
         set_state(&dir, 'S');
-        let lease = KsmLease::take(Arc::new(Ksm::open(&root).unwrap()), &paths, &InitialKnobs::default()).unwrap();
+        let lease = KsmLease::take(Arc::new(Ksm::open(&root).unwrap()), &paths, &INITIAL_KNOBS).unwrap();
         let behaviour = Arc::new(Behaviour::default());
         let ksmd = {
             let (behaviour, path) = (behaviour.clone(), dir.path().to_owned());

@@ -77,30 +77,11 @@ impl Default for KsmPaths {
     }
 }
 
-/// Values for the knobs that we set once, at the beginning of a lease. `None` leaves a knob unchanged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InitialKnobs {
-    /// How many duplicates may share one merged page. The kernel only changes this while nothing is merged.
-    pub max_page_sharing: Option<u64>,
-    /// Whether the kernel's zero page replaces all-zero pages.
-    pub use_zero_pages: Option<bool>,
-    pub smart_scan: Option<bool>,
-    /// Whether pages of different nodes are merged. The kernel only changes this while nothing is merged.
-    pub merge_across_nodes: Option<bool>,
-}
-
-impl InitialKnobs {
-    pub const NONE: Self =
-        Self { max_page_sharing: None, use_zero_pages: None, smart_scan: None, merge_across_nodes: None };
-}
-
-impl Default for InitialKnobs {
-    /// With a `max_page_sharing` of 4096, ksmd takes 8,500 ns per page (with 256, the kernel's default: 46,600; with
-    /// 65536: 6,500). Reverse-map walks are a sixteenth as long as with 65536.
-    fn default() -> Self {
-        Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None, merge_across_nodes: None }
-    }
-}
+/// The knobs that a run sets once, at its beginning.
+///
+/// With a `max_page_sharing` of 4096, ksmd takes 8,500 ns per page (with 256, the kernel's default: 46,600; with 65536:
+/// 6,500). Reverse-map walks are a sixteenth as long as with 65536.
+pub const INITIAL_KNOBS: [(Knob, u64); 2] = [(Knob::MaxPageSharing, 4096), (Knob::UseZeroPages, 1)];
 
 /// KSM, taken over. Dropping this restores it.
 #[must_use = "KSM is restored when this is dropped"]
@@ -112,14 +93,19 @@ pub struct KsmLease {
 }
 
 impl KsmLease {
-    /// Takes KSM over. If a run has crashed before, first restores its changes.
-    pub fn take(ksm: Arc<Ksm>, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
+    /// Takes KSM over, and sets the knobs of `initial`. If a run has crashed before, first restores its changes.
+    pub fn take(ksm: Arc<Ksm>, paths: &KsmPaths, initial: &[(Knob, u64)]) -> Result<Self, TakeError> {
         let lock = Lock::try_take(&paths.lock)?;
         Self::take_locked(ksm, lock, paths, initial)
     }
 
     /// Like [`Self::take`], for a caller that already has the lock.
-    pub fn take_locked(ksm: Arc<Ksm>, lock: Lock, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
+    pub fn take_locked(
+        ksm: Arc<Ksm>,
+        lock: Lock,
+        paths: &KsmPaths,
+        initial: &[(Knob, u64)],
+    ) -> Result<Self, TakeError> {
         if recover(&ksm, &lock, paths)?.is_some_and(|restored| !restored.pending.is_empty()) {
             return Err(TakeError::Recovering);
         }
@@ -145,15 +131,8 @@ impl KsmLease {
         Ok(lease)
     }
 
-    fn set_once(&mut self, initial: &InitialKnobs) -> Result<(), TakeError> {
-        let wanted = [
-            (Knob::MaxPageSharing, initial.max_page_sharing),
-            (Knob::UseZeroPages, initial.use_zero_pages.map(u64::from)),
-            (Knob::SmartScan, initial.smart_scan.map(u64::from)),
-            (Knob::MergeAcrossNodes, initial.merge_across_nodes.map(u64::from)),
-        ];
-        for (knob, value) in wanted {
-            let Some(value) = value else { continue };
+    fn set_once(&mut self, initial: &[(Knob, u64)]) -> Result<(), TakeError> {
+        for &(knob, value) in initial {
             match self.writer.set(knob, value) {
                 Ok(()) => {}
                 Err(KnobError::Ksm(error)) if error.is_busy() || matches!(error, KsmError::Absent { .. }) => {

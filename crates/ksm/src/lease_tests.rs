@@ -24,7 +24,7 @@ impl Stage {
         Arc::new(Ksm::open(&self.root()).unwrap())
     }
     fn take(&self) -> Result<KsmLease, TakeError> {
-        KsmLease::take(self.ksm(), &self.paths, &InitialKnobs { smart_scan: Some(false), ..InitialKnobs::default() })
+        KsmLease::take(self.ksm(), &self.paths, &[&INITIAL_KNOBS[..], &[(Knob::SmartScan, 0)]].concat())
     }
     fn set(&self, name: &str, value: &str) {
         fixture::set(&self.root(), name, value);

@@ -24,8 +24,8 @@ use pagefold_host::live::{Event, LiveHost};
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_inject::unmerge::{Unmerged, unmerge};
 use pagefold_ksm::controller::scan_and_restore;
-use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, restore_deferred};
-use pagefold_ksm::{Knobs, Ksm};
+use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths, restore_deferred};
+use pagefold_ksm::{Knob, Knobs, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_and_children_cpu_ns;
 use pagefold_procmem::os::interrupt::Interrupt;
@@ -107,7 +107,7 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
 /// Fails if another program uses KSM. First restores anything that a killed pagefold has left. Returns the knobs.
 fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     let left = restore_deferred(ksm, &KsmPaths::default()).map_err(|error| preflight::explain_take(&error))?;
-    let lease = lease(ksm, &InitialKnobs::NONE)?;
+    let lease = lease(ksm, &[])?;
     if left.is_some() {
         // KSM counts the pages of killed workers until ksmd's next scan.
         scan_and_restore(lease, LIMIT)?;
@@ -127,7 +127,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     Ok(knobs)
 }
 
-fn lease(ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<KsmLease, Exit> {
+fn lease(ksm: &Arc<Ksm>, initial: &[(Knob, u64)]) -> Result<KsmLease, Exit> {
     KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))
 }
 
@@ -195,7 +195,7 @@ impl Demo {
         let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
+        let knobs = take(Some(preflight::injector()?), &self.ksm, &INITIAL_KNOBS)?;
         let config = Config { seed: seed(), governor: Governor::Full, ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -233,7 +233,7 @@ impl Demo {
 
     /// Unmerges as `pagefold unmerge --pid ...` does. Returns the number of bytes unmerged.
     fn unmerge(&mut self, pids: &[i32]) -> Result<u64> {
-        let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
+        let lease = lease(&self.ksm, &[])?;
         let injector = preflight::injector()?;
         let mut unmerged = 0;
         for &pid in pids {
@@ -249,7 +249,7 @@ impl Demo {
 
     /// Unmerges other programs' memory that ksmd has merged because these programs had marked it.
     fn unmerge_others(&self) -> Result<()> {
-        let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
+        let lease = lease(&self.ksm, &[])?;
         if self.ksm.anything_merged()? {
             lease.unmerge_everything()?;
         }

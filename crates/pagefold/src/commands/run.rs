@@ -26,9 +26,9 @@ use pagefold_host::scope::dumpable::ask_through;
 use pagefold_host::scope::kept_out::KeptOut;
 use pagefold_host::scope::{ScopeError, resolve};
 use pagefold_inject::Injector;
-use pagefold_ksm::Ksm;
-use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
+use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths};
 use pagefold_ksm::request::RequestDevice;
+use pagefold_ksm::{Knob, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::collapse;
 use pagefold_procmem::os::fault;
@@ -78,12 +78,15 @@ pub fn run(args: &RunArgs) -> Result<u8> {
 }
 
 /// The KSM knobs that a run sets at its start.
-fn initial_knobs(settings: &Settings, on_request: bool) -> InitialKnobs {
+fn initial_knobs(settings: &Settings, on_request: bool) -> Vec<(Knob, u64)> {
     if on_request {
-        return InitialKnobs::NONE;
+        return Vec::new();
     }
-    let local_only = settings.placement.default == Placement::LocalOnly;
-    InitialKnobs { merge_across_nodes: local_only.then_some(false), ..InitialKnobs::default() }
+    let mut knobs = INITIAL_KNOBS.to_vec();
+    if settings.placement.default == Placement::LocalOnly {
+        knobs.push((Knob::MergeAcrossNodes, 0));
+    }
+    knobs
 }
 
 fn host(
@@ -168,7 +171,7 @@ fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
 }
 
 /// Takes control of KSM. Without an injector this is a dry run, which leaves KSM alone.
-pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<HostMode> {
+pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &[(Knob, u64)]) -> Result<HostMode> {
     let Some(injector) = injector else { return Ok(HostMode::DryRun) };
     let lease =
         KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))?;

@@ -16,7 +16,7 @@ use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec};
 use pagefold_host::unmerger::{UnmergedProcess, Unmerger};
 use pagefold_inject::unmerge::UnmergeError;
 use pagefold_ksm::controller::scan_and_restore;
-use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
+use pagefold_ksm::lease::{KsmLease, KsmPaths, TakeError};
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_ksm::{RestoreOutcome, request};
 use pagefold_procmem::Roots;
@@ -160,7 +160,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
         exclude(&args.scope.spec(), &scoped)?;
     }
     // If another program is running ksmd, we go on without the lease: we'd only need it to scan.
-    let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &InitialKnobs::NONE) {
+    let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &[]) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(preflight::explain_take(&error).into()),
