@@ -6,6 +6,7 @@
 //! If a program's main thread ends before others, `/proc/PID` shows a zombie without memory. Then we read the files of
 //! another thread, below `/proc/PID/task`.
 
+use crate::os::abandonable::advance;
 use crate::os::fault;
 use crate::os::fields::number;
 use rustix::fs::{Dir, Mode, OFlags};
@@ -185,6 +186,21 @@ impl Process {
         let mut bytes = Vec::new();
         self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| ReadError::from_io(self.pid, file, error))?;
         Ok(bytes)
+    }
+
+    /// Reads at most `most` bytes of a file in pieces, so that a long file isn't taken for a read that doesn't return.
+    pub fn read_pieces(&self, file: &str, most: u64, mut add: impl FnMut(&[u8])) -> Result<(), ReadError> {
+        let mut opened = self.open_file(file)?.take(most);
+        let mut buffer = vec![0; 16 << 10];
+        loop {
+            match opened.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(read) => add(&buffer[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(ReadError::from_io(self.pid, file, error)),
+            }
+            advance();
+        }
     }
 
     /// The state of the process and its main thread. If the main thread has ended, we read another one from now on.

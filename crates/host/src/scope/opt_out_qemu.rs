@@ -10,12 +10,12 @@
 //! each exec, and only in part if it's long.
 
 use crate::scope::opt_out::read_roots_file;
-use pagefold_procmem::os::abandonable::{advance, run_abandonable};
+use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::process::{Process, ReadError};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -37,17 +37,7 @@ pub(crate) fn is_qemu(program: &[u8]) -> bool {
 /// The opt-out on the command line of a process. May block on the process.
 pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, ReadError> {
     let mut arguments = Vec::new();
-    let mut buffer = vec![0; 16 << 10];
-    let mut file = process.open_file("cmdline")?.take(ARGUMENTS_MOST);
-    loop {
-        match file.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(read) => arguments.extend_from_slice(&buffer[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(ReadError::from_io(process.pid(), "cmdline", error)),
-        }
-        advance();
-    }
+    process.read_pieces("cmdline", ARGUMENTS_MOST, |piece| arguments.extend_from_slice(piece))?;
     Ok(of_arguments(&arguments, |path| read_roots_file(path, CONFIG_MOST)))
 }
 

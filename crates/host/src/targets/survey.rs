@@ -16,14 +16,13 @@ use crate::scope::exclude::{Exclusion, withdrawal};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
-use pagefold_procmem::os::abandonable::{Job, PATIENCE, advance};
+use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::cpu::{process_cpu_ns, thread_cpu_ns};
 use pagefold_procmem::pagemap::Pagemap;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::statm::Sizes;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -382,15 +381,6 @@ impl Target {
 
 fn maps_hash(process: &Process) -> Result<u64, ReadError> {
     let mut maps = DefaultHasher::new();
-    let mut file = process.open_file("maps")?;
-    let mut buffer = vec![0; 16 << 10];
-    loop {
-        match file.read(&mut buffer) {
-            Ok(0) => return Ok(maps.finish()),
-            Ok(read) => maps.write(&buffer[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(ReadError::from_io(process.pid(), "maps", error)),
-        }
-        advance();
-    }
+    process.read_pieces("maps", u64::MAX, |piece| maps.write(piece))?;
+    Ok(maps.finish())
 }
