@@ -125,6 +125,11 @@ impl ProcessInfo {
         workload_of_cgroups(&self.cgroups.all)
     }
 
+    /// Its workload, or the name of its program if it belongs to none.
+    pub fn workload_or_name(&self) -> String {
+        self.workload().map_or_else(|| self.name.clone(), |workload| workload.to_string())
+    }
+
     /// The path of its executable, safe to print.
     pub(super) fn exe_text(&self) -> String {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()

@@ -13,11 +13,32 @@ const SHOWN: usize = 6;
 /// The contents that we've read, and who holds them.
 #[derive(Debug, Default)]
 pub struct Contents {
-    /// The names of workloads, or of programs that belong to none.
-    names: Vec<String>,
-    /// Each process's workload.
-    workloads: Vec<u32>,
-    pages: Vec<(u64, u32)>,
+    /// Workloads, and programs that belong to none.
+    groups: Groups,
+    pages: Vec<(u64, usize)>,
+}
+
+/// The rows by name, and each process's row.
+#[derive(Debug, Default)]
+pub struct Groups {
+    pub names: Vec<String>,
+    pub of_process: Vec<usize>,
+}
+
+impl Groups {
+    pub fn of(names: impl Iterator<Item = String>) -> Self {
+        let mut groups = Self::default();
+        let mut numbers = BTreeMap::new();
+        for name in names {
+            let next = groups.names.len();
+            let number = *numbers.entry(name.clone()).or_insert(next);
+            if number == next {
+                groups.names.push(name);
+            }
+            groups.of_process.push(number);
+        }
+        groups
+    }
 }
 
 /// How much of each workload's memory has a copy in each other workload, or in itself.
@@ -33,19 +54,8 @@ pub struct Matrix {
 
 impl Contents {
     pub fn new(survey: &Survey) -> Self {
-        let mut contents = Self::default();
-        let mut numbers = BTreeMap::new();
-        for process in &survey.processes {
-            let workload = process.scoped.workload();
-            let name = workload.map_or_else(|| process.scoped.name.clone(), |workload| workload.to_string());
-            let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
-            let number = *numbers.entry(name.clone()).or_insert_with(|| {
-                contents.names.push(name);
-                next
-            });
-            contents.workloads.push(number);
-        }
-        contents
+        let names = survey.processes.iter().map(|process| process.scoped.workload_or_name());
+        Self { groups: Groups::of(names), pages: Vec::new() }
     }
 
     /// Adds a frame that these processes map. We don't count zeros as copies of each other: KSM merges them with the
@@ -54,7 +64,7 @@ impl Contents {
         if digest == Digest::ZERO {
             return;
         }
-        let mut holders: Vec<u32> = processes.map(|process| self.workloads[index(process)]).collect();
+        let mut holders: Vec<usize> = processes.map(|process| self.groups.of_process[index(process)]).collect();
         holders.sort_unstable();
         holders.dedup();
         self.pages.extend(holders.into_iter().map(|workload| (digest.0, workload)));
@@ -63,9 +73,9 @@ impl Contents {
     pub fn matrix(mut self, exact: bool) -> Matrix {
         self.pages.sort_unstable();
         self.pages = copied(&self.pages);
-        let mut copies = vec![0_u64; self.names.len()];
+        let mut copies = vec![0_u64; self.groups.names.len()];
         for page in &self.pages {
-            copies[index(page.1)] += 1;
+            copies[page.1] += 1;
         }
         let mut shown: Vec<usize> = (0..copies.len()).filter(|&number| copies[number] > 0).collect();
         shown.sort_by_key(|&number| Reverse(copies[number]));
@@ -74,7 +84,7 @@ impl Contents {
         for same in self.pages.chunk_by(|one, other| one.0 == other.0) {
             let mut held = vec![0_u64; shown.len()];
             for page in same {
-                if let Some(at) = shown.iter().position(|&number| number == index(page.1)) {
+                if let Some(at) = shown.iter().position(|&number| number == page.1) {
                     held[at] += 1;
                 }
             }
@@ -88,7 +98,7 @@ impl Contents {
         }
         let known = |pages: Vec<u64>| pages.into_iter().map(|pages| (exact || pages > 0).then_some(pages)).collect();
         Matrix {
-            names: shown.iter().map(|&number| self.names[number].clone()).collect(),
+            names: shown.iter().map(|&number| self.groups.names[number].clone()).collect(),
             pages: pages.into_iter().map(known).collect(),
             exact,
         }
@@ -96,7 +106,7 @@ impl Contents {
 }
 
 /// The pages whose content occurs more than once.
-fn copied(pages: &[(u64, u32)]) -> Vec<(u64, u32)> {
+fn copied(pages: &[(u64, usize)]) -> Vec<(u64, usize)> {
     let mut copied = Vec::new();
     for same in pages.chunk_by(|one, other| one.0 == other.0).filter(|same| same.len() > 1) {
         copied.extend_from_slice(same);
@@ -111,8 +121,8 @@ mod tests {
     #[test]
     fn a_page_counts_wherever_its_content_is() {
         let contents = || {
-            let names = ["web", "db", "idle"].map(str::to_owned).to_vec();
-            let mut contents = Contents { names, workloads: vec![0, 0, 1, 2], pages: Vec::new() };
+            let names = ["web", "web", "db", "idle"].map(str::to_owned);
+            let mut contents = Contents { groups: Groups::of(names.into_iter()), pages: Vec::new() };
             // Web holds content 7 twice, in two frames; the database holds it once.
             contents.add(Digest(7), [0].into_iter());
             contents.add(Digest(7), [1].into_iter());

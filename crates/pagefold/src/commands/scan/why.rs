@@ -10,7 +10,8 @@ pub mod words;
 
 use super::report::Cost;
 use super::scanner::Memory;
-use super::survey::{Joint, Survey, Wanted};
+use super::sharing::Groups;
+use super::survey::{Joint, Survey, Surveyed, Wanted};
 use super::{Prepared, ProcessMemory, ScanArgs, refuse_if_none_may_be_read};
 use crate::config::settings;
 use anyhow::Result;
@@ -129,13 +130,8 @@ pub fn report(args: &ScanArgs) -> Result<WhyReport> {
     scanner.progress.clear();
 
     let by_process = !is_host && scope.spec().0.len() == scope.pid.len();
-    let names = memory.survey.processes.iter().map(|process| {
-        let scoped = &process.scoped;
-        match scoped.workload() {
-            _ if by_process => format!("{} {}", scoped.process.pid(), scoped.name),
-            Some(workload) => workload.to_string(),
-            None => scoped.name.clone(),
-        }
+    let names = memory.survey.processes.iter().map(|Surveyed { scoped, .. }| {
+        if by_process { format!("{} {}", scoped.pid(), scoped.name) } else { scoped.workload_or_name() }
     });
     let groups = Groups::of(names);
     let mut sums: Vec<Sums> = groups.names.iter().map(|_| Sums::default()).collect();
@@ -176,29 +172,6 @@ impl CauseRow {
     pub fn of(cause: Cause) -> Self {
         let remedies = cause.remedies().iter().map(|(who, what)| format!("{who}: {what}")).collect();
         Self { cause, about: cause.name(), remedies }
-    }
-}
-
-/// The rows by name, and each process's row.
-#[derive(Debug, Default)]
-struct Groups {
-    names: Vec<String>,
-    of_process: Vec<usize>,
-}
-
-impl Groups {
-    fn of(names: impl Iterator<Item = String>) -> Self {
-        let mut groups = Self::default();
-        let mut numbers = BTreeMap::new();
-        for name in names {
-            let next = groups.names.len();
-            let number = *numbers.entry(name.clone()).or_insert(next);
-            if number == next {
-                groups.names.push(name);
-            }
-            groups.of_process.push(number);
-        }
-        groups
     }
 }
 
@@ -388,11 +361,5 @@ mod tests {
         assert_eq!(row.mapped_bytes, (7 + 2 * (3 + 2 + 1 + 6 + 4)) << 12);
         assert_eq!((row.out_of_reach.len(), row.duplicates_out_of_reach()), (1, 10 << 12));
         assert_eq!(row.unknown.len(), 1);
-    }
-
-    #[test]
-    fn processes_of_one_name_are_one_row() {
-        let groups = Groups::of(["web", "db", "web"].map(str::to_owned).into_iter());
-        assert_eq!((groups.names, groups.of_process), (vec!["web".to_owned(), "db".to_owned()], vec![0, 1, 0]));
     }
 }
