@@ -66,7 +66,6 @@ pub struct ProgramHistory {
 }
 
 /// Judges processes by the rules.
-#[allow(missing_debug_implementations, reason = "lives for one refresh")]
 pub struct Judge<'a> {
     rules: &'a mut ScopeRules,
     pub(crate) history: &'a ProgramHistory,

@@ -13,7 +13,6 @@ use std::io::{self, Read};
 use std::ops::ControlFlow;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[allow(clippy::struct_excessive_bools)] // the four columns of the kernel's text
 pub struct Perms {
     pub read: bool,
     pub write: bool,

@@ -53,7 +53,6 @@ pub struct Alike {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
 pub struct Knobs {
     pub use_zero_pages: bool,
     pub smart_scan: bool,

@@ -32,7 +32,6 @@ impl Tree {
         self.process_in(pid, pid, b'S', 4_194_304, comm, exe, uid, cgroup);
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn process_in(
         &self,
         pid: i32,

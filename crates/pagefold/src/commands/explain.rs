@@ -43,7 +43,6 @@ pub struct ExplainArgs {
 
 /// The state of one process (schema pagefold.explain/1). `reference.rs` explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Explanation {
     schema: String,
     pub pid: i32,

@@ -236,7 +236,6 @@ pub const FAMILIES: &[Family] = &[
 ];
 
 /// A number of bytes, pages or events: exact up to 8 PiB.
-#[allow(clippy::cast_precision_loss)]
 fn float(number: u64) -> f64 {
     number as f64
 }

@@ -85,7 +85,6 @@ pub struct Row {
     pub left_alone: Option<String>,
 }
 
-#[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Top {
     pub colour: bool,
     pub host: String,

@@ -198,7 +198,6 @@ fn masked() -> u64 {
     Place::new(0_u64).addr()
 }
 
-#[allow(clippy::too_many_lines)] // A table.
 pub fn kind(mode: &str) -> Result<Kind, String> {
     let make = |nr: i64, after: After, args: Args| {
         let masked = mode.ends_with("-mask") || mode == "sigsuspend";
