@@ -17,7 +17,6 @@ const WAITING_MOST: usize = 4_096;
 pub(crate) struct HugeMappings {
     /// Ranges that had huge pages when we marked them.
     marked: Vec<(u64, u64)>,
-    /// Extents to collapse.
     extents: VecDeque<Vpn>,
 }
 

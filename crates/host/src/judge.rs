@@ -26,7 +26,6 @@ pub struct ScopeRules {
     pub deny: DenyList,
     pub kept_out: KeptOut,
     pub domain_rules: DomainRules,
-    /// The domains known so far.
     pub domains: Domains,
     /// The one domain that ksmd merges. `None`: we don't use ksmd, so each domain is merged separately or not at all.
     pub merged: Option<DomainKey>,
@@ -55,7 +54,6 @@ impl ScopeRules {
     }
 }
 
-/// The programs that we've seen.
 #[derive(Debug, Default)]
 pub struct ProgramHistory {
     /// Programs whose memory this run, or an earlier one, has marked. Their forks inherit the marks.
@@ -74,7 +72,6 @@ pub struct Judge<'a> {
     cgroups: HashMap<Option<Vec<u8>>, Arc<CgroupInfo>>,
 }
 
-/// The verdict on a process.
 pub(crate) struct Verdict {
     pub(crate) domain: DomainKey,
     pub(crate) domain_name: String,

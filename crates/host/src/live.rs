@@ -67,16 +67,13 @@ const INJECTOR_LIMIT: Duration = Duration::from_millis(400);
 /// An error that ends the run.
 #[derive(Debug, Error)]
 pub enum LiveError {
-    /// We can't resolve the scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// We can't read KSM's state.
     #[error(transparent)]
     Ksm(#[from] KsmError),
     /// We can't read the state of the machine's memory.
     #[error(transparent)]
     Memory(#[from] PressureError),
-    /// We can't find ksmd.
     #[error(transparent)]
     Ksmd(ReadError),
     /// The injector has ended and we can't start it again.
@@ -94,12 +91,7 @@ pub enum LiveError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// We leave a process alone.
-    LeftAlone {
-        pid: i32,
-        name: String,
-        /// The reason.
-        why: String,
-    },
+    LeftAlone { pid: i32, name: String, why: String },
     /// We tried to unmark memory because it's excluded now, or because its process is in another trust domain.
     Withdrawn {
         pid: i32,
@@ -116,10 +108,7 @@ pub enum Event {
     /// The injector had ended, and we started it again.
     InjectorRestarted { pid: u32 },
     /// We've stopped driving KSM.
-    StoodDown {
-        /// The reason.
-        why: String,
-    },
+    StoodDown { why: String },
 }
 
 /// Whether the host changes the machine or only reports what it would change.
@@ -135,7 +124,6 @@ pub enum HostMode {
     DryRun,
 }
 
-/// The live machine.
 #[derive(Debug)]
 pub struct LiveHost {
     /// The rules name users by number, because we look names up only once.
@@ -259,7 +247,6 @@ impl LiveHost {
         self.limits.name(key)
     }
 
-    /// Whether this host changes nothing.
     pub fn is_dry_run(&self) -> bool {
         self.actuator.is_none()
     }
@@ -331,7 +318,6 @@ impl LiveHost {
         self.history.mechanism = Mechanism::Request;
     }
 
-    /// How pages are merged.
     pub fn mechanism(&self) -> Mechanism {
         if self.requesting.device.is_some() { Mechanism::Request } else { Mechanism::Ksmd }
     }

@@ -37,7 +37,6 @@ pub enum KnobError {
     /// Another program drives KSM now, so we set nothing more.
     #[error(transparent)]
     Overridden(#[from] Overridden),
-    /// The lease has ended.
     #[error("cannot change KSM's settings: the original ones are being restored")]
     Ended,
     #[error(transparent)]

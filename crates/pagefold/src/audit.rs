@@ -38,7 +38,6 @@ pub struct Audit {
     /// the rights that it starts with.
     file: Option<LogFile>,
     orders: Sink<Order>,
-    /// Lines lost so far.
     lost: Arc<AtomicU64>,
     /// Complaints about lost lines, from the thread and from us.
     complaints: Receiver<String>,

@@ -53,7 +53,6 @@ pub struct Start {
     passed: Vec<TcpListener>,
 }
 
-/// The flags that signals set.
 #[derive(Debug, Default)]
 pub struct Signals {
     /// Set when the run should end.
@@ -125,7 +124,6 @@ pub struct Daemon<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Daemon<'a, B> {
-    /// Starts the threads.
     pub fn new(outputs: Outputs<'a>, facts: RunFacts, backend: B) -> Self {
         let Outputs { signals, active, metrics, history } = outputs;
         let (requests, sender) = RequestQueue::new(signals.woken);

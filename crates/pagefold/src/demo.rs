@@ -135,7 +135,6 @@ fn lease(ksm: &Arc<Ksm>, initial: &[(Knob, u64)]) -> Result<KsmLease, Exit> {
 struct Demo {
     workers: Option<Workers>,
     ksm: Arc<Ksm>,
-    /// KSM's knobs before the demonstration.
     before: Knobs,
     stop: Arc<AtomicBool>,
     interrupt: Interrupt,

@@ -361,7 +361,6 @@ impl Run {
         status
     }
 
-    /// The explanation of a process.
     pub fn explanation(&self, pid: i32) -> Explanation {
         let facts = self.facts();
         let target = facts.targets.iter().find(|target| target.pid == pid).unwrap();

@@ -156,7 +156,6 @@ enum Command {
     },
 }
 
-/// The command line.
 pub fn command() -> clap::Command {
     Cli::command()
 }

@@ -55,7 +55,6 @@ impl Display for LogLevels {
     }
 }
 
-/// The levels in force.
 static LEVELS: LazyLock<RwLock<Targets>> = LazyLock::new(RwLock::default);
 
 /// Begins to log. `to_journal`: standard error goes to the journal, so we prefix lines with their level.

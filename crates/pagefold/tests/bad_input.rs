@@ -13,7 +13,6 @@ fn both_refuse(ksm: &KsmAtRest, scope: &[&str], code: i32, says: &str) {
     ksm.assert_restored();
 }
 
-/// `run` refuses this process.
 #[track_caller]
 fn run_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     let pid = pid.to_string();

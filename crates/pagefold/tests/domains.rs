@@ -127,7 +127,6 @@ fn write_doubled(holder: &mut Holder, content: u64) {
     }
 }
 
-/// Makes the process another user's.
 fn become_other(holder: &mut Holder) {
     assert_eq!(holder.ask("user 4321"), 0);
 }

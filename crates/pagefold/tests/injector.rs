@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 const PAGES: u64 = 8 * PAGES_PER_MIB;
 
-/// Processes with the same contents.
 fn holders() -> [Holder; 2] {
     [(); 2].map(|()| Holder::with(PAGES, 0x1213_0001))
 }

@@ -39,7 +39,6 @@ fn ask(port: u16, request: &[u8]) -> String {
     String::from_utf8(answer).unwrap()
 }
 
-/// Fetches the page of metrics.
 #[track_caller]
 fn page(port: u16) -> String {
     let answer = ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n");

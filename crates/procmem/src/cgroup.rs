@@ -1,6 +1,5 @@
 //! The cgroups of a process.
 
-/// One line of `/proc/PID/cgroup`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cgroup {
     /// Comma-separated controllers of a version 1 hierarchy, or its `name=...`; empty for version 2.

@@ -23,7 +23,6 @@ pub struct ReadCursor {
     /// Runs that we've found but not read yet, in reverse order. `how` says how to read them.
     runs: Vec<(Vpn, u32)>,
     how: ReadHow,
-    /// Where the search continues.
     next: Vpn,
 }
 

@@ -34,7 +34,6 @@ impl KsmStat {
         self.merging + self.zeros()
     }
 
-    /// The merged zero pages.
     pub fn zeros(&self) -> Pages {
         Pages(self.zero_kib / 4)
     }

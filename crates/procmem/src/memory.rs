@@ -28,7 +28,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Pages whose contents we read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
     #[default]

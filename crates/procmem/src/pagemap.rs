@@ -187,7 +187,6 @@ impl PageRange {
 /// `_IOWR('f', 16, struct pm_scan_arg)` of linux/fs.h.
 const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610_u32 as libc::Ioctl;
 
-/// `struct pm_scan_arg`.
 #[repr(C)]
 #[derive(Default)]
 struct RawScan {
@@ -205,7 +204,6 @@ struct RawScan {
     return_mask: u64,
 }
 
-/// `struct page_region`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct RawRegion {

@@ -5,11 +5,8 @@
 pub struct SearchCounts {
     /// Pages for which we searched for a duplicate.
     pub searches: u64,
-    /// Searches that found a duplicate.
     pub found: u64,
-    /// Page comparisons in stable trees.
     pub stable: u64,
-    /// Page comparisons in unstable trees.
     pub unstable: u64,
     /// Page comparisons in searches that found no duplicate (CMD, equation 1).
     pub futile: u64,
@@ -20,7 +17,6 @@ pub struct SearchCounts {
 }
 
 impl SearchCounts {
-    /// Page comparisons in all trees.
     pub const fn comparisons(&self) -> u64 {
         self.stable + self.unstable
     }

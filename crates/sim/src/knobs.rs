@@ -10,10 +10,7 @@ pub enum Forest {
     #[default]
     Kernel,
     /// A pair of trees for each value of the page's checksum modulo the number of trees (nuKSM, section 4.3).
-    Checksum {
-        /// The number of trees.
-        trees: u16,
-    },
+    Checksum { trees: u16 },
     /// A pair of trees for each class of pages (CMD, section 3).
     Classes(Classes),
 }
@@ -58,7 +55,6 @@ pub struct Knobs {
     pub smart_scan: bool,
     pub max_page_sharing: u32,
     pub merge_across_nodes: bool,
-    /// How ksmd's trees are divided.
     pub forest: Forest,
     /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
     pub merge_any: bool,

@@ -40,9 +40,7 @@ impl Process {
         Self { start_ns, ..Self::default() }
     }
     setters! {
-        /// Sets when it exits.
         exiting_at(exit_ns: u64): exit_ns = Some(exit_ns);
-        /// Makes it impossible to mark.
         untouchable(): untouchable = true;
         /// Sets its trust domain. Default: 0.
         in_domain(domain: u16): domain = DomainKey(domain);
@@ -50,11 +48,9 @@ impl Process {
         at_home_on(node: u16): numa.home = NodeKey(node);
         /// Lets it run anywhere. Then it's on its node only by chance, and has no home.
         unbound(): numa.bound = false;
-        /// Sets its nice value.
         nice(nice: i8): numa.nice = nice;
         /// Restricts its memory to some nodes (`cpuset.mems`).
         confined_to(nodes: &[u16]): numa.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
-        /// Sets its placement policy.
         placed(placement: Placement): numa.placement = placement;
     }
     /// Adds a region, which is mapped when the process starts. There are gaps between regions.
@@ -148,7 +144,6 @@ pub enum Behaviour {
     Static,
     /// Writes one page after another with the content that it already has, which breaks merges and changes nothing.
     CowBreaker {
-        /// Time between two writes.
         every_ns: u64,
     },
     /// Maps and unmaps the region in turn. Each time it's a new region.
@@ -156,7 +151,6 @@ pub enum Behaviour {
         /// How long the region is mapped, and then unmapped.
         life_ns: u64,
     },
-    /// Rewrites random pages.
     Churn {
         /// The share of the region's pages written per second.
         per_second: Permyriad,

@@ -88,7 +88,6 @@ pub fn injector(mode: &str) -> Injector {
 pub struct Victim {
     pub program: Script,
     pub process: Process,
-    /// The memory to mark.
     pub addr: u64,
     pub len: u64,
     /// The victim's pid in its own namespace.

@@ -20,7 +20,6 @@ const ROOT: &str = "/sys/kernel/mm/ksm";
 /// Tests and experiments that change KSM's knobs lock this file, so that they take turns.
 const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
-/// The kernel's defaults.
 const DEFAULTS: [(&str, u64); 7] = [
     ("run", 0),
     ("pages_to_scan", 100),

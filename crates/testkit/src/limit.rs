@@ -39,7 +39,6 @@ impl Limited {
         &self.cgroup.path
     }
 
-    /// Limits memory, not counting swap.
     pub fn limit(&self, bytes: u64) {
         self.set_limit(&bytes.to_string());
     }

@@ -239,7 +239,6 @@ impl Daemon {
         send(self.pid(), signal);
     }
 
-    /// Waits until the program ends.
     #[track_caller]
     pub fn end(mut self) -> Ended {
         wait_until("the program ends", || !self.is_running());
@@ -258,7 +257,6 @@ impl Daemon {
         self.signal(libc::SIGHUP);
     }
 
-    /// Ends the daemon by SIGTERM.
     #[track_caller]
     pub fn terminate(self) -> Ended {
         self.signal(libc::SIGTERM);

@@ -117,7 +117,6 @@ pub fn has_huge_pages() -> bool {
 pub struct Marks {
     /// Address space under VM_MERGEABLE, bytes.
     pub marked: u64,
-    /// Merged memory, bytes.
     pub merged: u64,
 }
 

@@ -15,9 +15,7 @@ pub const NO_KERNEL_SUPPORT: u8 = 4;
 pub const NO_SCOPE: u8 = 5;
 /// We leave the target alone: it's traced, frozen, ended, a kernel thread, or on the deny list.
 pub const REFUSED: u8 = 6;
-/// Another program controls KSM.
 pub const KSM_TAKEN: u8 = 7;
-/// No `pagefold run` is running.
 pub const NO_DAEMON: u8 = 8;
 
 /// `exec` only: the program can't be executed.

@@ -44,7 +44,6 @@ pub fn examine(roots: &MachinePaths) -> Vec<Finding> {
 
 type Check = fn(&MachineFacts) -> Finding;
 
-/// Makes all findings.
 pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
     let checks: [(&'static str, Check); 21] = [
         ("kernel", ksm::kernel),
@@ -73,7 +72,6 @@ pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 impl Finding {
-    /// Sets the identifier.
     #[must_use]
     pub fn called(self, id: &'static str) -> Self {
         Self { id, ..self }

@@ -25,16 +25,13 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fact<T> {
     Is(T),
-    /// The file doesn't exist.
     Absent,
-    /// Access is denied.
     Denied,
     /// We couldn't read or parse the file.
     Malformed(String),
 }
 
 impl<T> Fact<T> {
-    /// The value, if known.
     pub fn known(&self) -> Option<&T> {
         if let Self::Is(value) = self { Some(value) } else { None }
     }
@@ -86,7 +83,6 @@ impl fmt::Display for Release {
     }
 }
 
-/// How cgroups are mounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cgroups {
     /// One hierarchy, version 2.
@@ -95,7 +91,6 @@ pub enum Cgroups {
     Hybrid,
     /// Version 1 only.
     Legacy,
-    /// None mounted at `/sys/fs/cgroup`.
     Missing,
 }
 
@@ -112,17 +107,11 @@ pub struct FoundState {
 /// Paths to read from.
 #[derive(Clone, Debug)]
 pub struct MachinePaths {
-    /// `/proc`.
     pub proc: PathBuf,
-    /// `/sys`.
     pub sys: PathBuf,
-    /// `/dev`.
     pub dev: PathBuf,
-    /// `/lib/modules`.
     pub modules: PathBuf,
-    /// The lock file.
     pub lock: PathBuf,
-    /// The state file.
     pub state: PathBuf,
 }
 
@@ -143,27 +132,21 @@ impl Default for MachinePaths {
 #[derive(Clone, Debug)]
 pub struct MachineFacts {
     pub release: Fact<Release>,
-    /// Kernel version as text.
     pub release_text: String,
-    /// KSM's knobs and counters.
     pub ksm: Fact<(Knobs, KsmCounters)>,
     /// Whether the kernel itself or its module merges on request.
     pub request: Fact<Carrier>,
     /// Whether the module that merges on request is installed for this kernel.
     pub request_module: Fact<()>,
-    /// Whether `/proc/PID/ksm_stat` exists.
     pub ksm_stat: Fact<()>,
     /// Whether pagemap shows frame numbers.
     pub frames_visible: Fact<bool>,
     /// Whether `/proc/kpageflags` is readable.
     pub page_flags: Fact<()>,
-    /// Effective user.
     pub uid: Fact<u32>,
-    /// Effective capabilities.
     pub capabilities: Fact<u64>,
     /// Seccomp mode of this process: 0 none, 1 strict, 2 filter.
     pub seccomp: Fact<u32>,
-    /// Yama's `ptrace_scope`.
     pub ptrace_scope: Fact<u32>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub huge_pages: Fact<String>,
@@ -178,17 +161,11 @@ pub struct MachineFacts {
     pub lock_holder: Fact<Holder>,
     /// State file. Absent if there is none.
     pub state: Fact<FoundState>,
-    /// `vm.max_map_count`.
     pub max_map_count: Fact<u64>,
-    /// Swap space, KiB.
     pub swap_total_kib: Fact<u64>,
-    /// Pressure stall information.
     pub pressure: Fact<()>,
-    /// NUMA nodes online.
     pub nodes: Fact<u32>,
-    /// Bytes in a page.
     pub page_size: Fact<u64>,
-    /// How cgroups are mounted.
     pub cgroups: Cgroups,
 }
 

@@ -23,10 +23,8 @@ pub(super) struct Actuator {
     pub(super) has_stood_down: bool,
 }
 
-/// Who drives KSM.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct KsmControl {
-    /// Whether we drive KSM.
     pub(super) is_ours: bool,
     /// Whether ksmd is still carrying out our last order.
     pub(super) is_busy: bool,

@@ -259,7 +259,6 @@ impl CgroupLimits {
         (least < u64::MAX).then_some(Pages(least / PAGE_BYTES))
     }
 
-    /// The limits as last read.
     pub(super) fn views(&self) -> Arc<[LimitView]> {
         self.views.clone()
     }

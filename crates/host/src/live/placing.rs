@@ -21,7 +21,6 @@ const REFRESH_NS: u64 = 2_000_000_000;
 const PROCESS_NS: u64 = 15_000;
 const PROCESS_SHARE: u64 = 1_000;
 
-/// Placement policies by trust domain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     /// Policy of domains that are not in `domains`.
@@ -31,7 +30,6 @@ pub struct Policies {
 }
 
 impl Policies {
-    /// The policy of a domain.
     pub fn of(&self, domain: &str) -> Placement {
         self.domains.get(domain).copied().unwrap_or(self.default)
     }

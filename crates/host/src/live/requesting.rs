@@ -409,7 +409,6 @@ impl LiveHost {
     }
 }
 
-/// Divides ranges into jobs.
 fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
     let mut jobs = Vec::new();
     let mut job = Vec::new();

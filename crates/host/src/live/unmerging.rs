@@ -29,7 +29,6 @@ const PASSES: u32 = 5;
 /// Why we refuse a request.
 #[derive(Debug, Error)]
 pub enum RequestRefusal {
-    /// We can't resolve the scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
     /// We can't change the list of kept-out processes.
@@ -54,7 +53,6 @@ pub struct Unmerging {
     over: Vec<UnmergedProcess>,
 }
 
-/// A process that we're unmerging.
 #[derive(Debug)]
 struct Waiting {
     key: ProcessKey,

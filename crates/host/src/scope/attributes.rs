@@ -17,7 +17,6 @@ pub(super) struct Attributes {
     seen: HashMap<PathBuf, Labels>,
 }
 
-/// The attributes of one cgroup.
 #[derive(Clone, Debug, Default)]
 struct Labels {
     avoid: bool,

@@ -131,7 +131,6 @@ impl DenyList {
         self
     }
 
-    /// Denies these workloads, too.
     #[must_use]
     pub fn denying(mut self, workloads: impl IntoIterator<Item = Workload>) -> Self {
         self.workloads.extend(workloads);

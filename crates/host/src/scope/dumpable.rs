@@ -34,7 +34,6 @@ const ANSWER_FRESH: Duration = Duration::from_secs(60);
 const ANSWER_VALID: Duration = Duration::from_secs(75);
 /// The first pause after we couldn't ask a process. It doubles, up to [`ANSWER_FRESH`].
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Limits of a query.
 const ASKING: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 1 };
 
 thread_local! {
@@ -48,7 +47,6 @@ struct Asker {
     answers: BTreeMap<i32, Answer>,
 }
 
-/// The answer of one process.
 struct Answer {
     /// Start time, and the program that it runs.
     of: (u64, ProgramId),

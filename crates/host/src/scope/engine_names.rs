@@ -63,10 +63,8 @@ struct StorageList {
     names: HashMap<String, String>,
 }
 
-/// The names that we know.
 #[derive(Debug)]
 pub(super) struct EngineNames {
-    /// The root directory.
     root: PathBuf,
     /// The names from files of their own, with the file's version.
     found: Mutex<HashMap<String, (Version, String)>>,
@@ -74,7 +72,6 @@ pub(super) struct EngineNames {
 }
 
 impl EngineNames {
-    /// The names on this machine.
     pub(super) fn here() -> &'static Self {
         static HERE: LazyLock<EngineNames> = LazyLock::new(|| EngineNames::below(Path::new("/")));
         &HERE

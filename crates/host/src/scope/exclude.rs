@@ -33,7 +33,6 @@ pub enum Exclusion {
     },
     /// Its program is on the deny list.
     DenyListed {
-        /// The entry that matches.
         entry: String,
     },
     /// Its owner has opted out.
@@ -49,7 +48,6 @@ pub enum Exclusion {
     OutOfScope,
     /// It has moved to another trust domain, and we haven't removed all marks from its time in the old one yet.
     MovedDomain {
-        /// The new domain.
         to: String,
     },
     /// It's in a trust domain other than the merged one.
@@ -67,7 +65,6 @@ pub enum Exclusion {
     Stuck,
     /// Its address space is another process's, too (CLONE_VM), and we count it there.
     SameMemory {
-        /// The other process.
         with: i32,
     },
     /// It runs 32-bit code, which we can't mark, and hasn't marked itself.

@@ -20,7 +20,6 @@ pub const ENTRIES_MOST: usize = 1024;
 /// Why we refuse a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum KeptOutError {
-    /// There are too many entries.
     #[error("{ENTRIES_MOST} selectors are kept out or included already")]
     TooMany,
     /// The `include` selects nothing that is kept out.
@@ -32,15 +31,11 @@ pub enum KeptOutError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// We keep it out, because this user asked for it.
-    Out {
-        /// The user.
-        by: u32,
-    },
+    Out { by: u32 },
     /// We may merge it, although an earlier entry keeps it out.
     In,
 }
 
-/// One selector and its verdict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub verdict: Verdict,

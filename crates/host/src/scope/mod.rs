@@ -43,7 +43,6 @@ use thiserror::Error;
 pub struct ScopeSpec(pub Vec<Selector>);
 
 impl ScopeSpec {
-    /// A scope of these processes.
     pub fn of_pids(pids: impl IntoIterator<Item = i32>) -> Self {
         Self(pids.into_iter().map(Selector::Pid).collect())
     }
@@ -87,25 +86,20 @@ impl std::fmt::Display for ScopeSpec {
 /// Why we can't resolve a scope.
 #[derive(Debug, Error)]
 pub enum ScopeError {
-    /// There are no selectors.
     #[error(
         "nothing is in scope: select processes by --pid, --exe, --unit, --container, --pod, --vm, --cgroup or --user, or \
              all by --all"
     )]
     Empty,
-    /// A selected process doesn't exist.
     #[error("there is no process {0}")]
     UnknownPid(i32),
     /// A selected process exists, but we can't read the facts that decide on it.
     #[error("process {pid} cannot be read: {source}")]
     Unreadable { pid: i32, source: ReadError },
-    /// A selected user doesn't exist.
     #[error("there is no user {0}")]
     UnknownUser(String),
-    /// A selected cgroup doesn't exist.
     #[error("there is no cgroup {0}")]
     NoCgroup(String),
-    /// No process matches the selectors.
     #[error("no process matches {0}")]
     NoMatch(String),
     /// All processes that match do so by name only.

@@ -49,7 +49,6 @@ pub struct NewProcesses {
 }
 
 impl NewProcesses {
-    /// Begins without known processes.
     pub fn new(roots: &Roots) -> Self {
         // Whatever the error: without the file we read the list every time.
         let loadavg = File::open(roots.proc.join("loadavg")).ok();

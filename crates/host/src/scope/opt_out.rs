@@ -51,19 +51,13 @@ const GUESTS: &str = "/qemu.slice/";
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum OptOut {
     /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
-    Attribute {
-        /// The cgroup's directory.
-        cgroup: String,
-    },
-    /// Its systemd unit has `MemoryKSM=no`.
+    Attribute { cgroup: String },
     Unit {
         unit: String,
         /// The file that says so.
         file: PathBuf,
     },
-    /// Its virtual machine has `allow-ksm: 0`.
     Guest {
-        /// The number of the virtual machine.
         vmid: String,
         /// The file that says so.
         file: PathBuf,

@@ -110,7 +110,6 @@ impl ProcessInfo {
         self.process.pid()
     }
 
-    /// Effective user.
     pub fn uid(&self) -> u32 {
         self.status.effective_uid()
     }
@@ -151,7 +150,6 @@ impl ProcessInfo {
         }
     }
 
-    /// The name of its program.
     pub fn program(&self) -> Vec<u8> {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }

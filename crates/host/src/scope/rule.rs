@@ -12,7 +12,6 @@ use pagefold_text::escape::printable;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: String,
-    /// Selects the processes.
     pub matcher: Matcher,
 }
 

@@ -17,7 +17,6 @@ use std::path::{Component, Path, PathBuf};
 /// A selector, as somebody wrote it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// This process.
     Pid(i32),
     /// Processes in this cgroup and below: a path under the cgroup mount, or the path of a cgroup.
     Cgroup(PathBuf),
@@ -27,7 +26,6 @@ pub enum Selector {
     Exe(String),
     /// Processes of this systemd unit, virtual machine, container or pod.
     Workload(Workload),
-    /// Every process.
     All,
 }
 
@@ -122,17 +120,11 @@ impl fmt::Display for Selector {
 /// A selector that processes can be compared with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Matcher {
-    /// This process.
     Pid(i32),
-    /// Processes in this cgroup and below.
     Cgroup(CgroupMatcher),
-    /// Processes with this effective user.
     User(u32),
-    /// Processes that run this executable.
     Exe(String),
-    /// Processes of this workload.
     Workload(WorkloadMatcher),
-    /// Every process.
     All,
 }
 
@@ -177,7 +169,6 @@ impl Matcher {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkloadMatcher {
     asked: Workload,
-    /// The cgroup mount point.
     mount: PathBuf,
 }
 
@@ -224,7 +215,6 @@ pub fn user_id(user: &str) -> Result<u32, ScopeError> {
     Ok(unsafe { (*found).pw_uid })
 }
 
-/// A selected cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CgroupMatcher {
     /// Directory of the hierarchy, if the path has one: `memory`, `unified`, or empty on a pure version 2 system.

@@ -23,9 +23,7 @@ const SHORT_ID: usize = 12;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkloadKind {
-    /// A virtual machine.
     Vm,
-    /// A Kubernetes pod.
     Pod,
     Container,
     /// A systemd unit, or any other cgroup.
@@ -41,7 +39,6 @@ impl WorkloadKind {
         Some(Self::NAMES.iter().find(|(other, _)| *other == name)?.1)
     }
 
-    /// `unit`, `vm`, `container` or `pod`.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, kind)| *kind == self).map_or("", |(name, _)| name)
     }

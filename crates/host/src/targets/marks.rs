@@ -87,7 +87,6 @@ pub(crate) struct UnmergeRequest {
 }
 
 impl Target {
-    /// Records that memory was marked.
     pub(crate) fn set_marked(&mut self) {
         self.marks.are_set = true;
         self.marks.are_cleared = false;
@@ -184,7 +183,6 @@ impl Target {
         }
     }
 
-    /// Records that marks must go.
     pub(crate) fn request_unmark(&mut self, reason: Exclusion, marks: Marks) {
         if self.pending.as_ref().is_none_or(|pending| marks > pending.marks) {
             self.pending = Some(PendingUnmark::new(reason, marks));

@@ -84,7 +84,6 @@ pub(super) struct RunningSurvey {
 #[derive(Clone, Copy, Debug)]
 struct SurveyStart {
     at_ns: u64,
-    /// The process's CPU time.
     cpu_ns: Option<u64>,
     sizes: Sizes,
 }
@@ -104,7 +103,6 @@ pub(super) struct Listing {
 #[derive(Debug)]
 pub(super) struct LastSurvey {
     start: SurveyStart,
-    /// CPU time of the survey.
     pub(super) cost_ns: u64,
     /// Hash of the list of mappings.
     maps: u64,

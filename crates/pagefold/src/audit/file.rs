@@ -22,7 +22,6 @@ pub(super) struct LogFile {
     pub(super) torn: bool,
     /// Lines lost since the last one that we wrote.
     missing: u64,
-    /// Lines lost in all.
     lost: Arc<AtomicU64>,
     complaints: Sender<String>,
     has_complained: bool,

@@ -72,7 +72,6 @@ enum DaemonState {
     /// The daemon has read the files. Holds its scope.
     Reloaded(ScopeSpec),
     Started,
-    /// No daemon is running.
     Absent,
 }
 

@@ -26,7 +26,6 @@ pub struct HistoryArgs {
     pub json: bool,
 }
 
-/// The history (schema pagefold.history/1).
 #[derive(Debug, Serialize)]
 struct Export {
     schema: &'static str,

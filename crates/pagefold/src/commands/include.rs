@@ -25,7 +25,6 @@ pub struct IncludeArgs {
     pub json: bool,
 }
 
-/// The result (schema pagefold.include/1).
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Included {
     schema: String,

@@ -218,11 +218,9 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
 /// sample finds hardly any pairs.
 const SHARING_PAGES: f64 = 4_194_304.0;
 
-/// The memory of processes.
 struct ProcessMemory {
     survey: Survey,
     reader: ScanReader,
-    /// Which contents we read.
     how: ReadHow,
     /// How many pages of each cell we meant to read, and how many we could.
     asked: Vec<u64>,

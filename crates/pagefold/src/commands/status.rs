@@ -100,7 +100,6 @@ pub struct Status {
     pub events: Vec<Event>,
 }
 
-/// The run's settings.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     pub scope: String,
@@ -159,7 +158,6 @@ pub struct ProcessRow {
     pub to_unmark: Option<ToUnmark>,
 }
 
-/// An activity of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Doing {
@@ -169,7 +167,6 @@ pub enum Doing {
     Merging,
     /// The run takes samples, but doesn't read whole regions, mark or merge.
     Sampling,
-    /// The run waits for changes.
     Watching,
 }
 

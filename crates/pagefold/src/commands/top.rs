@@ -136,7 +136,6 @@ fn print_once(status: Status) -> String {
     screen(&mut top, (columns.clamp(40, 500), rows))
 }
 
-/// The screen as text.
 fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
     let mut text = String::new();
     // Drawing into memory can't fail.

@@ -55,7 +55,6 @@ pub struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    /// An error about this value.
     pub fn problem(&self, message: &str) -> Problem {
         let path = &self.path;
         match self.given {
@@ -67,7 +66,6 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// A single value as text.
     pub fn text(&self) -> Result<String, Problem> {
         match self.given {
             Given::Flag(words) => Ok(words.concat()),

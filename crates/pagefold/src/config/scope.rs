@@ -93,7 +93,6 @@ pub fn pid(text: &str) -> Result<i32, String> {
 }
 
 impl ScopeArgs {
-    /// All processes.
     pub fn all() -> Self {
         Self::of_file(&Options { all: Some(true), ..Options::default() })
     }
@@ -141,7 +140,6 @@ impl ScopeArgs {
 }
 
 impl fmt::Display for ScopeArgs {
-    /// Writes the scope as flags.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.spec().to_string())
     }

@@ -30,7 +30,6 @@ use tracing::debug;
 /// A `run` without `--config` and without a scope reads this file.
 pub const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
-/// How we merge equal pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MechanismChoice {
     /// On request if the kernel supports it, otherwise by ksmd.
@@ -67,7 +66,6 @@ pub struct Settings {
     pub scope: ScopeArgs,
     pub config: Config,
     pub mechanism: MechanismChoice,
-    /// Programs that are never touched.
     pub deny: DenyList,
     pub domains: DomainRules,
     /// The groups of processes with limits of their own, in the order of [`Config::groups`].

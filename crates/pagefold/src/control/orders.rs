@@ -15,7 +15,6 @@ use std::sync::mpsc::Sender;
 
 type Reply = Sender<Result<Answer, Exit>>;
 
-/// The answer to an order.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum Answer {
@@ -30,7 +29,6 @@ pub struct Orders {
     under_way: Vec<UnderWay>,
 }
 
-/// A request to unmerge.
 #[derive(Debug)]
 struct UnderWay {
     unmerging: Unmerging,

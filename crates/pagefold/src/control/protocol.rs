@@ -24,16 +24,20 @@ pub enum Request {
     /// Answered by `pagefold.status/1`.
     Status,
     /// Answered by `pagefold.explain/1`.
-    Explain { pid: i32 },
+    Explain {
+        pid: i32,
+    },
     /// `Explain` for several processes. Answered by `pagefold.explain-workload/1`.
     Workload(Selectors),
     /// `Explain` for a Xen guest, by name or number.
-    Guest { guest: String },
+    Guest {
+        guest: String,
+    },
     /// Changes the governor. The daemon answers this, `Pause` and `Resume` with [`ControlState`].
-    Governor { name: String },
-    /// Stops reading, marking and merging.
+    Governor {
+        name: String,
+    },
     Pause,
-    /// Resumes reading, marking and merging.
     Resume,
     /// Unmerges processes and keeps them out. Answered by `pagefold.unmerge/1`.
     Unmerge(Selectors),
@@ -115,7 +119,6 @@ struct Message {
     request: Request,
 }
 
-/// The state after a change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ControlState {
     pub schema: String,
@@ -130,9 +133,7 @@ pub struct ControlState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reloaded {
     pub schema: String,
-    /// The configuration file.
     pub file: PathBuf,
-    /// The scope, as flags.
     pub scope: String,
 }
 

@@ -102,7 +102,6 @@ impl From<&PendingUnmark> for ToUnmark {
 /// A selector of processes that a user keeps out or has let in again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptOutRow {
-    /// The selector as a flag.
     pub selector: String,
     /// The user who asked to keep the processes out. `None` if a user has let them in again.
     pub uid: Option<u32>,

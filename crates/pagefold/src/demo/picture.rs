@@ -69,7 +69,6 @@ impl Curve<'_> {
     }
 }
 
-/// The time axis below curves.
 pub fn time_axis(span: f64, style: Style) -> Vec<String> {
     let line = format!("   {:>9} └{}", "0", "─".repeat(CURVE));
     let end = format!("{span:.0} s");

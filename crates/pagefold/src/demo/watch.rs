@@ -21,7 +21,6 @@ const READINGS_PER_LINE: u32 = 40;
 /// One reading of the counters and clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
-    /// Seconds since the start.
     pub seconds: f64,
     /// Bytes saved since the start, by KSM's counters.
     pub saved: u64,

@@ -155,7 +155,6 @@ pub fn unmerged(bytes: u64, took: Duration, style: Style) -> String {
     text
 }
 
-/// Another check of the data.
 pub fn verified_again(bytes: u64, style: Style) -> String {
     style.dim(&format!("   Checked again: every byte of {} is intact.", human(bytes))) + "\n"
 }

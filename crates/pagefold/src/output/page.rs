@@ -14,7 +14,6 @@ use std::path::Path;
 
 const STYLE: &str = include_str!("page.css");
 
-/// The whole page.
 pub fn page(title: &str, body: &str) -> String {
     html::page(title, STYLE, body)
 }
@@ -72,14 +71,12 @@ pub struct Chart {
     pub times: (f64, f64),
     /// The labels below the horizontal axis, from left to right.
     pub labels: Vec<String>,
-    /// The vertical axis.
     pub unit: Unit,
     pub curves: Vec<Curve>,
 }
 
 /// Possible ends of an axis. The lines across a chart are at its quarters, so a quarter of each is a short number, too.
 const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
-/// Lines across a chart.
 const GRID: u32 = 4;
 
 impl Chart {

@@ -32,7 +32,6 @@ pub struct Keeper {
     kept: BTreeMap<Id, (Arc<Row>, Known)>,
     /// Workloads still to read in this pass. The last one is next.
     left: Vec<Workload>,
-    /// The workloads of this pass.
     pass: BTreeSet<Id>,
     /// The workloads that we've begun again in this pass.
     again: BTreeSet<Id>,

@@ -22,7 +22,6 @@ const ENDLESS_PAGES: u64 = 1 << 16;
 /// A process's pid and start time.
 pub type ProcessId = (i32, u64);
 
-/// A workload that we're reading.
 #[derive(Debug)]
 pub struct Reading {
     id: Id,
@@ -89,7 +88,6 @@ impl Reading {
         }
     }
 
-    /// The process to read next.
     pub fn next(&self) -> Option<&Member> {
         self.left.last()
     }

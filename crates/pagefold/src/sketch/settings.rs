@@ -16,7 +16,6 @@ use std::time::Duration;
 const HOST_BYTES: usize = 200;
 const READABLE_BY_OTHERS: u32 = 0o077;
 
-/// The options of the section.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FleetSettings {
     pub directory: Option<PathBuf>,

@@ -27,7 +27,6 @@ pub struct Id {
     pub domain: String,
 }
 
-/// A process of a workload.
 #[derive(Clone, Debug)]
 pub struct Member {
     pub owner: OwnerKey,
@@ -36,7 +35,6 @@ pub struct Member {
     pub resident: Pages,
 }
 
-/// A workload to read.
 #[derive(Debug)]
 pub struct Workload {
     pub id: Id,

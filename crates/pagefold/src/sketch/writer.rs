@@ -21,7 +21,6 @@ const SHARE: Permyriad = Permyriad(8);
 /// How long a pass waits to learn the mappings of all processes. We can't wait longer: there may always be new ones.
 const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
 
-/// Keeps sketches during a run.
 pub struct Writer {
     keeper: Keeper,
     bucket: TokenBucket,

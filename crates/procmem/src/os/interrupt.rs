@@ -25,7 +25,6 @@ impl From<Arc<AtomicBool>> for Interrupt {
 }
 
 impl Interrupt {
-    /// Installs handlers for both signals.
     pub fn on_signals() -> io::Result<Self> {
         let interrupt = Self::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {

@@ -25,7 +25,6 @@ fn may_all() -> bool {
     may
 }
 
-/// A process of another user.
 struct Other(OwnedChild);
 
 impl Other {

@@ -24,7 +24,6 @@ pub(super) enum Event {
     Step { player: usize },
 }
 
-/// Writes to a region, periodically.
 #[derive(Debug)]
 pub(super) struct Writer {
     region: RegionKey,

@@ -15,11 +15,9 @@ impl SimHost {
             [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.scale(count));
         GroundTruth { frames, zero_frames, contents, zero_mapped, savable }
     }
-    /// The virtual time, nanoseconds.
     pub fn now_ns(&self) -> u64 {
         self.now_ns
     }
-    /// CPU time spent so far.
     pub fn cost(&self) -> Cost {
         let ksmd_ns = self.scanner.as_ref().map_or(self.ksmd.cpu_ns, |scanner| scanner.cpu_ns());
         Cost { pagefold_ns: self.pagefold_ns, ksmd_ns, ..Cost::default() }
@@ -67,7 +65,6 @@ impl SimHost {
     pub fn cow_breaks(&self) -> u64 {
         self.granularity.scale(self.memory.cow_breaks)
     }
-    /// Comparisons so far.
     pub fn counts(&self) -> SearchCounts {
         self.scanner.as_ref().map_or(self.ksmd.counts, |scanner| scanner.counts())
     }

@@ -44,7 +44,6 @@ pub fn sparse(sim: &mut SimHost, pages: Pages, resident: Permyriad) -> OwnerKey 
     one(sim, Mapping::new(pages, Fill::Random).resident(resident).of_family(5))
 }
 
-/// Memory without duplicates.
 pub fn idle(sim: &mut SimHost, pages: Pages) -> OwnerKey {
     one(sim, Mapping::new(pages, Fill::Random).of_family(6))
 }

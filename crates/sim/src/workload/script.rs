@@ -10,18 +10,39 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// A process starts, with nothing mapped.
-    Start { process: u32 },
+    Start {
+        process: u32,
+    },
     /// A process exits, and its regions with it.
-    Exit { process: u32 },
+    Exit {
+        process: u32,
+    },
     /// A process maps a region, with all pages absent.
-    Map { process: u32, region: u32, family: FamilyKey, first: Vpn, pages: Pages },
-    /// A region is unmapped.
-    Unmap { region: u32 },
+    Map {
+        process: u32,
+        region: u32,
+        family: FamilyKey,
+        first: Vpn,
+        pages: Pages,
+    },
+    Unmap {
+        region: u32,
+    },
     /// A page is written. Has its new content (0 for zeros), the quarters written (one bit each), and the eighth of
     /// physical memory that it's in.
-    Write { region: u32, page: Vpn, content: u64, parts: u8, eighth: u8 },
+    Write {
+        region: u32,
+        page: Vpn,
+        content: u64,
+        parts: u8,
+        eighth: u8,
+    },
     /// A page is freed, or the zero page is mapped there.
-    Drop { region: u32, page: Vpn, zero: bool },
+    Drop {
+        region: u32,
+        page: Vpn,
+        zero: bool,
+    },
 }
 
 /// Steps with their times in nanoseconds, ascending.

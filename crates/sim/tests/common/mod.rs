@@ -34,7 +34,6 @@ pub fn config() -> Config {
     Config { seed: 11, governor: Governor::Full, ..Config::default() }
 }
 
-/// A machine of either kind.
 pub fn both() -> [Machine; 2] {
     [Machine::new(host()), Machine::new(requested())]
 }

@@ -8,7 +8,6 @@ use pagefold_text::exit::{self, Exit};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The result of `--fix`.
 #[derive(Debug)]
 pub enum Fixed {
     /// No knob was left changed.

@@ -30,7 +30,6 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Shows nothing yet.
     pub fn start() -> Self {
         Self {
             line: progress::Progress::new(),
@@ -41,12 +40,10 @@ impl Progress {
         }
     }
 
-    /// The run begins.
     pub fn begin(&self) {
         self.manager.ready();
     }
 
-    /// Prints a message.
     pub fn say(&self, line: &str) {
         if self.line.is_hidden() {
             complain!("{line}");
@@ -91,14 +88,12 @@ impl Progress {
         self.manager.alive(Instant::now(), || line(engine, targets, paused));
     }
 
-    /// The run ends.
     pub fn finish(&self) {
         self.manager.stopping();
         self.line.clear();
     }
 }
 
-/// The status line.
 pub fn line(engine: &Engine, targets: &str, paused: bool) -> String {
     let ledger = engine.ledger();
     let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();

@@ -31,7 +31,6 @@ pub struct Survey {
     pub processes: Vec<Surveyed>,
     /// The cells of the census. A cell is the memory of one kind in one process.
     pub cells: Vec<Cell>,
-    /// Each cell's kind.
     pub kinds: Vec<RegionKind>,
     /// Why each cell's memory is out of reach, if it is.
     pub causes: Vec<Option<Cause>>,
@@ -375,10 +374,8 @@ impl Survey {
     }
 }
 
-/// The pages of a mapping.
 #[derive(Debug, Default)]
 struct MappedPages {
-    /// Runs of private pages.
     private: Vec<(Vpn, u32)>,
     /// Runs of file pages that only this mapping maps.
     file: Vec<(Vpn, u32)>,
@@ -445,7 +442,6 @@ fn extend(runs: &mut Vec<(Vpn, u32)>, page: Vpn) {
     }
 }
 
-/// Sorts runs and joins neighbours.
 fn join(runs: &mut Vec<(Vpn, u32)>) {
     runs.sort_unstable();
     runs.dedup_by(|next, kept| {

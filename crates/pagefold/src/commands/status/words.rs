@@ -46,7 +46,6 @@ pub fn describe(status: &Status, style: Style) -> String {
     text
 }
 
-/// The rows above the tables.
 fn rows(status: &Status) -> Vec<(&'static str, String)> {
     let scope = shorten(&status.run.scope, 46);
     let used = percent(status.activity.used_share, 1.0);

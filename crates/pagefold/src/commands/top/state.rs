@@ -17,10 +17,8 @@ const PAGE: isize = 10;
 /// We show this for a process that belongs to no workload.
 pub const NO_WORKLOAD: &str = "-";
 
-/// The figures at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
-    /// Seconds since the run began.
     pub seconds: f64,
     /// [`Status::result_bytes`].
     pub result_bytes: u64,
@@ -71,7 +69,6 @@ impl Sort {
     pub const ALL: [Self; 6] = [Self::Saved, Self::Memory, Self::Marked, Self::Duplicate, Self::Name, Self::Pid];
 }
 
-/// A row of programs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Row {
     /// `None` for a workload.
@@ -244,7 +241,6 @@ impl Top {
         }
     }
 
-    /// Opens the chosen row.
     fn open(&mut self) {
         let Some(row) = self.selected() else { return };
         if let Some(pid) = row.pid {
@@ -302,7 +298,6 @@ impl Top {
         self.table.select(Some(at.min(rows.len().saturating_sub(1))));
     }
 
-    /// The filtered and sorted rows.
     pub fn rows(&self) -> Vec<Row> {
         let Some(status) = &self.status else { return Vec::new() };
         let mut rows = process_rows(status);

@@ -22,13 +22,11 @@ struct Options {
     /// The percentage of pages with contents that other shufflers have too.
     share: u64,
     huge: bool,
-    /// Pause after each operation, microseconds.
     pause_us: u64,
     /// How much memory the operation `burst` takes and gives back, MiB.
     burst: usize,
     /// Falsify the model after the first second, to prove that the checks can fail.
     sabotage: bool,
-    /// The operations, with their weights.
     ops: Vec<(Op, usize)>,
 }
 

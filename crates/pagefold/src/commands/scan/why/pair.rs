@@ -303,7 +303,6 @@ struct Comparison {
     classes: BTreeMap<Likeness, u64>,
     /// Pages that aren't equal to the other program's page at the same place.
     unequal: Vec<(Digest, Likeness)>,
-    /// The other program's pages.
     others: HashSet<Digest>,
     difference: Difference,
     huge_pages: u64,
