@@ -4,7 +4,7 @@ use pagefold_engine::host::ScanOrder;
 use pagefold_ksm::KnobError;
 use pagefold_ksm::controller::KsmdController;
 use pagefold_ksm::ksmd::Ksmd;
-use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths, TakeError, restore_deferred};
+use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths, OtherDriver, TakeError, recover, restore_deferred};
 use pagefold_ksm::lock::Lock;
 use pagefold_ksm::lock::LockError;
 use pagefold_ksm::{KSM_ROOT, Knob, Ksm, RestoreOutcome};
