@@ -200,6 +200,11 @@ impl SimHost {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
     }
 
+    /// Excludes a process: pagefold doesn't see it from now on.
+    pub fn exclude(&mut self, owner: OwnerKey) {
+        self.memory.owners[owner.0 as usize].excluded = true;
+    }
+
     /// Sets whether a process can't be marked, nor its pages named.
     pub fn set_untouchable(&mut self, owner: OwnerKey, untouchable: bool) {
         self.memory.owners[owner.0 as usize].untouchable = untouchable;

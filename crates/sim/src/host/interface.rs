@@ -214,6 +214,9 @@ impl Host for SimHost {
         let mut owners: Vec<OwnerKey> = Vec::new();
         let mut regions = Vec::with_capacity(live.len());
         for (key, owner) in live {
+            if self.memory.owners[owner as usize].excluded {
+                continue;
+            }
             if owners.last() != Some(&OwnerKey(owner)) {
                 owners.push(OwnerKey(owner));
             }
