@@ -8,6 +8,7 @@ mod contents;
 mod cycle;
 mod decide;
 mod forks;
+mod kin;
 mod pacing;
 mod planner;
 mod regions;
@@ -43,6 +44,7 @@ use crate::units::Pages;
 use contents::Contents;
 use cycle::Plan;
 use forks::Families;
+use kin::KinRecords;
 use pacing::Spending;
 use planner::Planner;
 use room::CopyRoom;
@@ -96,6 +98,8 @@ struct Experience {
     lifetimes: Lifetimes,
     /// An earlier run's verdicts.
     verdicts: Verdicts,
+    /// Whether it pays to merge regions of a family by position.
+    kin: KinRecords,
 }
 
 impl Engine {

@@ -453,6 +453,9 @@ pub struct MergeRange {
     /// Only merge if the page to keep is merged already. Otherwise the kept page's cgroup would have to pay for one
     /// more page, and has no headroom for it.
     pub needs_merged: bool,
+    /// Only merge pages that nobody else maps, with pages that nobody else maps or that are merged. We haven't read them,
+    /// and a process that we don't see may share some through fork. The others count as absent.
+    pub needs_own: bool,
 }
 
 /// The pages that replace others in a merge.
@@ -624,7 +627,7 @@ pub enum Merging {
     Shared,
     /// The two pages' contents differ.
     Differs,
-    /// One of the pages isn't present, isn't mapped any more, or isn't merged though it has to be.
+    /// One of the pages isn't present, isn't mapped any more, or isn't merged or its process's own though it has to be.
     Absent,
     /// One of the pages is in use in a way that prevents a merge now. A later attempt may succeed.
     Busy,

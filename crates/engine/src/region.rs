@@ -5,6 +5,7 @@
 //! (what its process does with its pages) and [`Hold`] (why we leave it alone for now).
 
 pub(crate) mod hold;
+pub(crate) mod kin;
 mod life;
 mod marks;
 mod survey;
@@ -12,6 +13,7 @@ pub mod table;
 mod usage;
 
 pub use hold::{Hold, LeaveAlone};
+pub use kin::KinPass;
 pub use life::{Age, Event, Judgement, Life};
 pub use marks::{MarkedSamples, Marks, covers};
 pub use survey::{RUN_PAGES, Survey};
@@ -70,6 +72,8 @@ pub struct Region {
     pub fork: Fork,
     /// The number of its family by fork: other processes in scope, related to its own, have regions that overlap it.
     pub relatives: Option<u32>,
+    /// If we merge the region with its kin before we read the rest of it: how far we are.
+    pub kin: Option<KinPass>,
     /// Why we leave the region alone, and until when.
     pub hold: Hold,
     /// What happens to the region next, as we decided at the end of the last cycle.
@@ -93,6 +97,7 @@ impl Region {
             usage: Usage::default(),
             fork: Fork::Alone,
             relatives: None,
+            kin: None,
             hold: Hold::new(view.left_alone),
             decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
@@ -118,6 +123,7 @@ impl Region {
         if moved {
             self.usage.cow_breaks.keep_only(view.first..self.end());
             self.survey.restart_order(&view, seed);
+            self.end_kin();
         }
     }
 
@@ -221,11 +227,58 @@ impl Region {
         !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
-    /// Starts to read the region whole, on the top level.
+    /// Starts to read the region whole, on the top level. If nothing was merged before, we merge it with its kin first.
     pub fn examine(&mut self, top: usize) {
+        let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
+        let kin = self.survey.kin.found().filter(|_| is_fresh);
+        self.kin = kin.map(|kin| KinPass { kin, next: Some(self.view.first) });
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
+    }
+
+    /// Whether another region has the same family and trust domain, so that their equal pages may lie at equal offsets,
+    /// and has been there for longer.
+    pub fn is_younger_kin(&self, other: &Self) -> bool {
+        let is_kin = self.view.family == other.view.family && self.view.domain == other.view.domain;
+        is_kin && (other.seen_ns, other.view.key) < (self.seen_ns, self.view.key)
+    }
+
+    /// The next page to name by position. Until there's none left, we read none.
+    pub fn next_for_kin(&self) -> Option<Vpn> {
+        let next = self.kin.filter(|_| self.life.is_reading())?.next;
+        next.filter(|&next| next < self.end())
+    }
+
+    /// Names no more pages by position.
+    pub fn end_kin(&mut self) {
+        if let Some(pass) = &mut self.kin {
+            pass.next = None;
+        }
+    }
+
+    /// Whether we may name a page by position. We only merge a page that was written after a merge once we've read it.
+    pub fn is_fit_for_kin(&self, page: Vpn, now_ns: u64) -> bool {
+        !self.usage.written.contains(page) && !self.usage.is_busy(page, now_ns)
+    }
+
+    /// Counts a page that was merged by position, as if we had read it and found it unchanged.
+    pub fn count_merged(&mut self, page: Vpn) {
+        self.survey.record_unchanged(self.offset(page));
+        let extent = self.extents.entry(page.extent()).or_default();
+        extent.resident += 1;
+        extent.duplicate += 1;
+    }
+
+    /// The next pages to read whole from this one on, at most an extent. Leaves out pages merged by position.
+    pub fn next_to_read(&self, mut first: Vpn) -> (Vpn, u64) {
+        let is_known = |page| self.kin.is_some() && self.usage.merged.contains(page);
+        while first < self.end() && is_known(first) {
+            first = first + 1;
+        }
+        let most = self.end().0.saturating_sub(first.0).min(EXTENT_PAGES);
+        let pages = (0..most).find(|&number| is_known(first + number)).unwrap_or(most);
+        (first, pages)
     }
 
     /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
@@ -251,6 +304,7 @@ impl Region {
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
     /// decide.
     pub fn forget_digests(&mut self, top: usize) {
+        self.kin = None;
         self.usage.cow_breaks.forget_pages();
         self.survey.forget_digests();
         if self.hold.reason().is_some() {
@@ -264,6 +318,7 @@ impl Region {
 
     /// Ends the examination: we've read the whole region.
     pub fn judged(&mut self, now_ns: u64, on_request: bool) {
+        self.kin = None;
         self.life.advance(Event::FinishReading { now_ns });
         if on_request {
             // There's no more to do on request; only marking has further steps.
@@ -459,6 +514,7 @@ pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hash::Digest;
 
     #[test]
     fn pages_are_merged_while_the_next_reading_of_their_region_is_put_off() {
@@ -470,6 +526,21 @@ mod tests {
         assert!(region.may_be_requested(5, &config));
         region.hold.leave_until(1_000, LeaveAlone::CowBroken);
         assert!(!region.may_be_requested(5, &config), "its merges did not last");
+    }
+
+    #[test]
+    fn pages_merged_by_position_have_not_changed() {
+        let mut region = Region::new(test_view(1, 0, 100), 0, false, 7);
+        (0..100).for_each(|page| region.survey.probe(page, Digest(1 << 32), true, |_| true));
+        region.examine(4);
+        for page in 0..100 {
+            if page % 5 == 0 {
+                region.survey.probe(page, Digest(2 << 32), false, |_| true);
+            } else {
+                region.count_merged(Vpn(page.into()));
+            }
+        }
+        assert!(!region.survey.is_volatile(&Config::default()));
     }
 
     #[test]

@@ -54,13 +54,22 @@ pub struct Pair {
     needs_merged: bool,
     /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
+    /// Whether we've read neither page, but kin's pages at equal offsets are likely equal.
+    by_position: bool,
     /// How often we've put the pair off.
     put_off: u8,
 }
 
 impl Pair {
     fn new(take: IndexedPage, keep: Option<IndexedPage>, digest: Digest) -> Self {
-        Self { take, keep, digest, needs_merged: false, is_relative: false, put_off: 0 }
+        Self { take, keep, digest, needs_merged: false, is_relative: false, by_position: false, put_off: 0 }
+    }
+
+    /// Whether one range may hold both pairs: they're of the same regions, and named for the same reason.
+    fn is_alike(&self, other: &Self) -> bool {
+        let slot = |page: IndexedPage| page.location.slot;
+        let are_same = slot(self.take) == slot(other.take) && self.keep.map(slot) == other.keep.map(slot);
+        are_same && self.by_position == other.by_position
     }
 }
 
@@ -109,6 +118,11 @@ impl Requests {
         let needs_merged = *self.kept.entry(keep.location).or_insert(needs_merged);
         self.pairs.push(Pair { needs_merged, ..Pair::new(take, Some(keep), digest) });
         true
+    }
+
+    /// Asks to merge a page with kin's at the same offset. We know neither content, and the kernel counts the sharers.
+    pub fn add_by_position(&mut self, take: IndexedPage, keep: IndexedPage) {
+        self.pairs.push(Pair { by_position: true, ..Pair::new(take, Some(keep), Digest::ZERO) });
     }
 
     /// Counts more sharers of a kept page. False if it can't have that many.
@@ -180,11 +194,13 @@ impl Requests {
 
     /// The ranges to merge, sorted by the pages they replace.
     pub fn ranges(&mut self) -> Vec<MergeRange> {
-        self.pairs.sort_unstable_by_key(|pair| (pair.take.region, pair.take.page));
+        self.pairs.sort_unstable_by_key(|pair| (pair.take.region, pair.take.page, pair.by_position));
         self.pairs.dedup_by_key(|pair| (pair.take.region, pair.take.page));
         let mut ranges: Vec<MergeRange> = Vec::new();
+        let mut before: Option<&Pair> = None;
         for pair in &self.pairs {
-            let continues = ranges.last_mut().is_some_and(|last| extend(last, pair));
+            let is_alike = before.replace(pair).is_some_and(|before| before.is_alike(pair));
+            let continues = is_alike && ranges.last_mut().is_some_and(|last| extend(last, pair));
             if !continues {
                 let take = PageRun { region: pair.take.region, first: pair.take.page, pages: 1 };
                 let keep = match pair.keep {
@@ -193,7 +209,7 @@ impl Requests {
                     Some(keep) if keep == pair.take => Keep::Page(keep.region, keep.page),
                     Some(keep) => Keep::Run(keep.region, keep.page),
                 };
-                ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged });
+                ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged, needs_own: pair.by_position });
             }
         }
         ranges
@@ -238,6 +254,8 @@ impl Requests {
         for result in results {
             let pages = u64::from(result.range.take.pages);
             match result.merging {
+                // Digests have nothing to do with these.
+                _ if result.range.needs_own => {}
                 Merging::Merged | Merging::Shared => merged += pages,
                 Merging::Differs => differing += pages,
                 Merging::Untried => untried += pages,
@@ -302,8 +320,10 @@ impl Requests {
         if matches!(merging, Merging::Busy | Merging::Untried | Merging::Unknown) {
             return None;
         }
-        let Pair { take, digest, is_relative, needs_merged, .. } = self.pair_of(region, first)?;
+        let Pair { take, digest, is_relative, by_position, needs_merged, .. } = self.pair_of(region, first)?;
         match merging {
+            // We've read neither page: there's no content for the index.
+            _ if by_position => {}
             // The page was merged before. Other pages may still be merged with its old partner.
             Merging::Merged => self.leave_behind(digest),
             // The relative's program has written its page, which we haven't read: we learn nothing from that.
@@ -338,7 +358,8 @@ impl Requests {
     /// other merges.
     fn record_busy(&mut self, page: MergeRange, table: &mut RegionTable, index: &mut Index, now_ns: u64) {
         let PageRun { region, first, .. } = page.take;
-        let Some(pair) = self.pair_of(region, first) else { return };
+        // We read a page that we named by position next. If it's still in use then, we find the other one.
+        let Some(pair) = self.pair_of(region, first).filter(|pair| !pair.by_position) else { return };
         let mut busy = (region, first);
         if let Some(keep) = pair.keep.filter(|keep| *keep != pair.take) {
             let is_merged = table.at(keep.region, keep.page).is_none_or(|kept| kept.usage.merged.contains(keep.page));
@@ -442,7 +463,12 @@ mod tests {
     }
 
     fn range(first: u64, pages: u32, keep: Keep) -> MergeRange {
-        MergeRange { take: PageRun { region: RegionKey(1), first: Vpn(first), pages }, keep, needs_merged: false }
+        MergeRange {
+            take: PageRun { region: RegionKey(1), first: Vpn(first), pages },
+            keep,
+            needs_merged: false,
+            needs_own: false,
+        }
     }
 
     #[test]

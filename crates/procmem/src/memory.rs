@@ -224,6 +224,23 @@ impl PageReader {
         })
     }
 
+    /// Calls `visit` for the pages of the runs that are present, anonymous and mapped by nobody else.
+    pub fn private_pages(
+        &mut self,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        mut visit: impl FnMut(Vpn),
+    ) -> Result<(), ReadError> {
+        for &(first, pages) in runs {
+            self.walk(process, first, Pages(pages.into()), |page, entry| {
+                if entry.private() {
+                    visit(page);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
     /// Like [`Self::merged_frames`], but also visits pages that are shared through fork or map the zero page.
     pub fn shared_frames(
         &mut self,

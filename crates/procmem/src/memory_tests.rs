@@ -177,6 +177,9 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
         count
     };
     assert_eq!(exclusive(&mut reader), 1);
+    let mut private = Vec::new();
+    reader.private_pages(&own(), &[(first, 64)], |page| private.push(page)).unwrap();
+    assert_eq!(private, [first + 5]);
     for wanted in [Contents::Private, Contents::All] {
         let seen = read_own(&mut reader, (first, 64), wanted, false);
         for (index, (_, state, bytes)) in seen.iter().enumerate() {

@@ -36,6 +36,8 @@ pub(super) struct Plan {
     /// Pages in the plan, and how many of them we read.
     pub pages: u64,
     pub read: u64,
+    /// Pages that we name by position.
+    pub named: u64,
     /// Whether we visit merged pages, because programs broke some in the last round.
     pub visiting: bool,
     /// `KsmView::broken` when the round began.
@@ -329,6 +331,7 @@ impl Engine {
     /// Records the outcome of the pairs that we named.
     fn account_for_pairs(&mut self, outcome: &Outcome) {
         let now_ns = self.snapshot.now_ns;
+        self.record_kin(&outcome.merges);
         let index = &mut self.contents.index;
         let collisions = self.requests.record(&outcome.merges, &mut self.table, index, now_ns);
         self.contents.note_colliding(&collisions.digests);

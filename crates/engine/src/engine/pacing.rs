@@ -99,7 +99,7 @@ impl Engine {
             if self.plan.reading.new_round && !self.plan.reading.foreground {
                 self.ladder.record_bottom_cost(self.plan.pages, cycle_ns);
             } else {
-                self.ladder.record_cost(self.plan.read, cycle_ns);
+                self.ladder.record_cost(self.plan.read + self.plan.named, cycle_ns);
             }
         }
         self.close(snapshot.now_ns, &snapshot.ksm, snapshot.cost);

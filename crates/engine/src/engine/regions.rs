@@ -126,7 +126,7 @@ impl Engine {
     /// The index may know some contents only from pages of regions that have ended. For each region that has ended, we
     /// read one of its partners (regions with common pages) whole again, so that new regions find these contents.
     fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
-        for region in self.table.iter_mut().filter(|region| region.life.is_judged()) {
+        for region in self.table.iter_mut().filter(|region| region.life.is_judged() || region.kin.is_some()) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
                 region.examine(self.ladder.levels());
             }

@@ -132,7 +132,13 @@ impl Engine {
         let zero = sample.digest == Digest::ZERO;
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
+        let by_marks = self.carrier().by_marks;
+        let Some(region) = self.table.get(slot) else { return false };
+        let kin = if by_marks || zero || !region.life.is_surveyed() { None } else { Some(self.kin_at(region, sample)) };
         let Some(region) = self.table.get_mut(slot) else { return false };
+        if let Some(kin) = kin {
+            region.survey.kin.record(kin);
+        }
         region.usage.cow_breaks.record_written(sample.page, now_ns);
         if !examined && region.life.is_judged() {
             region.survey.record_renewal(duplicate);

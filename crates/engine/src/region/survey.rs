@@ -5,6 +5,7 @@ use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::Permutation;
 use crate::random::mix;
+use crate::region::kin::KinSamples;
 use crate::sampling::estimate::{Estimate, Tally};
 use crate::units::{Pages, Permyriad, Vpn};
 
@@ -43,6 +44,8 @@ pub struct Survey {
     next_probe: usize,
     revisited: u64,
     changed: u64,
+    /// What the samples say about kin.
+    pub kin: KinSamples,
     /// Recent samples since we read the region whole, and how many of them were new duplicates.
     resampled: u64,
     renewed: u64,
@@ -79,6 +82,7 @@ impl Survey {
             next_probe: 0,
             revisited: 0,
             changed: 0,
+            kin: KinSamples::default(),
             resampled: 0,
             renewed: 0,
         }
@@ -158,6 +162,11 @@ impl Survey {
         }
     }
 
+    /// Counts a remembered page that we know to be unchanged without reading it.
+    pub fn record_unchanged(&mut self, offset: u32) {
+        self.revisited += u64::from(self.find_probe(offset).is_some());
+    }
+
     /// Records a sample of a region that we've read whole. `is_new`: it's an unmerged duplicate that has appeared
     /// since.
     pub fn record_renewal(&mut self, is_new: bool) {
@@ -233,6 +242,7 @@ impl Survey {
         self.tally = Tally::default();
         self.forked = 0;
         self.visited = 0;
+        self.kin = KinSamples::default();
     }
 
     /// Estimates the duplicate ratio of a region with `resident` pages from its samples, after we sampled

@@ -29,6 +29,7 @@ struct Block {
 struct CutMapping {
     /// log2 of the size of its blocks in pages.
     bits: u32,
+    first: Vpn,
     pages: Pages,
 }
 
@@ -76,6 +77,14 @@ impl RegionTable {
         self.by_block.get(&Block { key, bits, number: page.0 >> bits }).copied()
     }
 
+    /// The first page and the length of a whole mapping.
+    pub fn mapping(&self, key: RegionKey) -> Option<(Vpn, Pages)> {
+        if let Some(mapping) = self.cut.get(&key) {
+            return Some((mapping.first, mapping.pages));
+        }
+        self.at(key, Vpn(0)).map(|region| (region.view.first, region.view.pages))
+    }
+
     /// The share of all pages in scope that we've sampled, 0 to 1.
     pub fn sampled(&self) -> f64 {
         let resident: Pages = self.iter().map(|region| region.view.resident).sum();
@@ -108,7 +117,7 @@ impl RegionTable {
             let mut is_as_long = true;
             if bits != WHOLE_BITS {
                 is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
-                self.cut.insert(view.key, CutMapping { bits, pages: view.pages });
+                self.cut.insert(view.key, CutMapping { bits, first: view.first, pages: view.pages });
             }
             for (number, view) in blocks(*view, bits) {
                 let block = Block { key: view.key, bits, number };

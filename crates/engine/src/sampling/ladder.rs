@@ -28,10 +28,11 @@ use crate::host::PageRun;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::random::mix;
+use crate::region::kin::EARLY_SAMPLES;
 use crate::region::table::RegionTable;
 use crate::region::{Age, Event, RUN_PAGES, Region};
 use crate::sampling::estimate::samples_for_evidence;
-use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
+use crate::units::{Pages, Permyriad, Vpn, count, whole};
 use std::collections::BTreeSet;
 
 /// We read at most this many pages in one cycle: about 40 ms, so that signals and new processes don't have to wait.
@@ -51,6 +52,8 @@ const SAMPLES_MIN: u64 = 200;
 /// We plan at least this many pages for the bottom level in a round, even if the round's other costs take up the
 /// level's share.
 const BOTTOM_MIN: u64 = 64;
+/// The age of newcomers of a family whose members live long.
+const LONG_LIVED: Age = Age::Grown { worth_from_ns: 0 };
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
 
@@ -198,7 +201,7 @@ impl Ladder {
                 *points = points.saturating_sub(taken);
             }
         }
-        reading.foreground = !reading.runs.is_empty();
+        reading.foreground |= !reading.runs.is_empty();
         if new_round {
             let points = self.bottom_points(pace, config);
             self.sample_bottom(table, points.min(room), allowance, config, &mut reading.runs);
@@ -369,15 +372,21 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
         let Some(cursor) = region.life.cursor() else { continue };
         let end = region.end();
         let mut at = Vpn(cursor.0.max(region.view.first.0));
-        let mut may = allowance.pages_left(region.view.owner).min(*left);
-        allowance.use_pages(region.view.owner, may.min(end.0.saturating_sub(at.0)));
-        while at < end && may > 0 {
-            let pages = (end.0 - at.0).min(EXTENT_PAGES).min(may);
-            reading.runs.push(region.run(at, Pages(pages)));
-            may -= pages;
-            at = at + pages;
-            *left -= pages;
+        let may = allowance.pages_left(region.view.owner).min(*left);
+        let mut read = 0;
+        let waits = region.next_for_kin().is_some();
+        reading.foreground |= waits;
+        while at < end && read < may && !waits {
+            let (first, pages) = region.next_to_read(at);
+            let pages = pages.min(may - read);
+            if pages > 0 {
+                reading.runs.push(region.run(first, Pages(pages)));
+            }
+            at = first + pages;
+            read += pages;
         }
+        allowance.use_pages(region.view.owner, read);
+        *left -= read;
         reading.whole.push((slot, at));
     }
 }
@@ -400,7 +409,9 @@ fn sample(
         if !wants_samples(region, evidence, config) {
             continue;
         }
-        let target = wanted(region, evidence, config);
+        let is_early = region.age == LONG_LIVED && region.survey.visited() == 0;
+        let most = if is_early && !config.mechanism.carrier().by_marks { EARLY_SAMPLES } else { u64::MAX };
+        let target = wanted(region, evidence, config).min(most);
         // If little of a region is resident, most pages we visit are absent, and cost little. So we visit more.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         let missing = target.saturating_sub(region.survey.tally.sampled);
@@ -453,6 +464,7 @@ pub fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config
 pub fn matures_ns(region: &Region, pace: Pace, config: &Config) -> u64 {
     let age_ns = match region.age {
         Age::Old => 0,
+        LONG_LIVED if region.survey.kin.found().is_some() => 0,
         _ if config.probation_rounds == 0 => config.lifetime_ns,
         Age::New => config.probation_ns(pace),
         Age::Young { worth_from_ns } | Age::Grown { worth_from_ns } => {

@@ -11,9 +11,11 @@ use crate::regions::List;
 use crate::scope::exclude::withdrawal;
 use pagefold_engine::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_engine::keys::RegionKey;
-use pagefold_engine::units::Vpn;
+use pagefold_engine::region::PageSet;
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_ksm::request::{Kept, Merged, Range, RequestDevice};
 use pagefold_procmem::image::AddressSpace;
+use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::abandonable::{Job, LIMIT, advance};
@@ -140,6 +142,24 @@ struct NameCheck {
     may_be_named: bool,
 }
 
+/// The pages that fulfil the conditions of ranges.
+#[derive(Debug, Default)]
+struct FitPages {
+    /// Pages that may be kept because they're merged.
+    merged: PageSet,
+    /// Pages that their processes have for themselves.
+    taken: PageSet,
+    kept: PageSet,
+}
+
+/// Which pages we look for: ones that nobody else maps, merged ones, or both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Own,
+    Merged,
+    OwnOrMerged,
+}
+
 /// The result of a range that we didn't try.
 pub(super) fn untried(range: &MergeRange) -> MergeResult {
     MergeResult { range: *range, merging: Merging::Untried }
@@ -235,11 +255,11 @@ impl LiveHost {
         }
         let mut parts = parts(ranges, &sides, results);
         if let Some(keep) = pair.keep {
-            let Some(merged) = self.merged_to_keep(keep, &parts) else {
+            let Some(pages) = self.look_up(pair.take, keep, &parts) else {
                 results.extend(parts.iter().map(untried));
                 return Ok(());
             };
-            parts = only_merged(&parts, &merged, results);
+            parts = pages.only_fit(&parts, results);
         }
         if parts.is_empty() {
             return Ok(());
@@ -308,26 +328,50 @@ impl LiveHost {
         }
     }
 
-    /// Some pages may be kept only if they're merged. Returns the ones that still are: the program may have written
-    /// others since we saw them merged. `None` if we can't look.
-    fn merged_to_keep(&mut self, keep: i32, parts: &[MergeRange]) -> Option<BTreeSet<Vpn>> {
-        let mut runs = Vec::new();
-        for part in parts.iter().filter(|part| part.needs_merged) {
-            match part.keep {
-                Keep::Run(_, first) => runs.push((first, part.take.pages)),
-                Keep::Page(_, page) => runs.push((page, 1)),
-                Keep::Zero => {}
+    /// Looks up the pages of ranges that have conditions: their programs may have written or forked since the engine last
+    /// saw them. `None` if we can't look.
+    fn look_up(&mut self, take: i32, keep: i32, parts: &[MergeRange]) -> Option<FitPages> {
+        let mut merged = Vec::new();
+        let mut taken = Vec::new();
+        let mut kept = Vec::new();
+        for part in parts {
+            let run = match part.keep {
+                Keep::Run(_, first) => (first, part.take.pages),
+                Keep::Page(_, page) => (page, 1),
+                Keep::Zero => continue,
+            };
+            if part.needs_merged {
+                merged.push(run);
+            }
+            if part.needs_own {
+                taken.push((part.take.first, part.take.pages));
+                kept.push(run);
             }
         }
+        Some(FitPages {
+            merged: self.find_pages(keep, merged, Wanted::Merged)?,
+            taken: self.find_pages(take, taken, Wanted::Own)?,
+            kept: self.find_pages(keep, kept, Wanted::OwnOrMerged)?,
+        })
+    }
+
+    fn find_pages(&mut self, pid: i32, runs: Vec<(Vpn, u32)>, wanted: Wanted) -> Option<PageSet> {
+        let mut found = PageSet::default();
         if runs.is_empty() {
-            return Some(BTreeSet::new());
+            return Some(found);
         }
-        let looked = self.targets.get_mut(&keep)?.read(move |process| {
-            let mut merged = BTreeSet::new();
-            PageReader::new().merged_frames(process, &runs, true, |page, _| {
-                merged.insert(page);
-            })?;
-            Ok(merged)
+        let asked: u64 = runs.iter().map(|run| u64::from(run.1)).sum();
+        let looked = self.targets.get_mut(&pid)?.read(move |process| {
+            let mut reader = PageReader::new();
+            if wanted != Wanted::Merged {
+                reader.private_pages(process, &runs, |page| _ = found.insert(page))?;
+            }
+            // If the kernel calls every anonymous page merged, others may share them through fork.
+            let may_be_merged = wanted == Wanted::OwnOrMerged && shows_merged() && found.len() < Pages(asked);
+            if wanted == Wanted::Merged || may_be_merged {
+                reader.merged_frames(process, &runs, wanted == Wanted::Merged, |page, _| _ = found.insert(page))?;
+            }
+            Ok(found)
         });
         looked.ok()
     }
@@ -473,25 +517,32 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
     parts
 }
 
-/// The parts whose pages may be kept, given the merged pages of the process that keeps them. Other parts get their
-/// results at once.
-fn only_merged(parts: &[MergeRange], merged: &BTreeSet<Vpn>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
-    let mut named = Vec::new();
-    for part in parts {
-        let mut merging = Vec::new();
-        for at in 0..part.take.pages {
-            let kept = part.part(at, 1).keep.first();
-            let may_be_kept = !part.needs_merged || kept.is_none_or(|(_, page)| merged.contains(&page));
-            merging.push(if may_be_kept { Merging::Untried } else { Merging::Absent });
-        }
-        for result in part.results(&merging) {
-            match result.merging {
-                Merging::Absent => results.push(result),
-                _ => named.push(result.range),
+impl FitPages {
+    /// The parts whose pages fulfil their conditions. Other parts get their results at once.
+    fn only_fit(&self, parts: &[MergeRange], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
+        let mut named = Vec::new();
+        for part in parts {
+            let mut merging = Vec::new();
+            for at in 0..part.take.pages {
+                let is_fit = self.are_fit(part.part(at, 1));
+                merging.push(if is_fit { Merging::Untried } else { Merging::Absent });
+            }
+            for result in part.results(&merging) {
+                match result.merging {
+                    Merging::Absent => results.push(result),
+                    _ => named.push(result.range),
+                }
             }
         }
+        named
     }
-    named
+
+    /// Whether both pages of a range of one fulfil its conditions.
+    fn are_fit(&self, page: MergeRange) -> bool {
+        let Some((_, kept)) = page.keep.first() else { return true };
+        let are_own = self.taken.contains(page.take.first) && self.kept.contains(kept);
+        (!page.needs_merged || self.merged.contains(kept)) && (!page.needs_own || are_own)
+    }
 }
 
 /// Makes the request. Ends early if we abandon it, or if one of the processes executes another program.

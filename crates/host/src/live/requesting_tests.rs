@@ -32,7 +32,12 @@ fn side(regions: &[(RegionKey, u64, u64)], list: List) -> Side {
 }
 
 fn range(take: (RegionKey, u64), pages: u32, keep: Keep) -> MergeRange {
-    MergeRange { take: PageRun { region: take.0, first: Vpn(take.1), pages }, keep, needs_merged: false }
+    MergeRange {
+        take: PageRun { region: take.0, first: Vpn(take.1), pages },
+        keep,
+        needs_merged: false,
+        needs_own: false,
+    }
 }
 
 #[test]
@@ -162,15 +167,35 @@ fn an_abandoned_job_makes_no_further_call() {
     assert!(!turn.enter());
 }
 
+/// A set of these pages.
+fn pages(numbers: &[u64]) -> PageSet {
+    let mut pages = PageSet::default();
+    for &number in numbers {
+        pages.insert(Vpn(number));
+    }
+    pages
+}
+
 #[test]
 fn pages_that_have_to_be_merged_and_are_not_are_left_out() {
     let needy = |keep| MergeRange { needs_merged: true, ..range((A, 0x10), 4, keep) };
-    let merged = [Vpn(0x80), Vpn(0x81), Vpn(0x83)].into();
+    let fit = FitPages { merged: pages(&[0x80, 0x81, 0x83]), ..FitPages::default() };
     let (run, free) = (needy(Keep::Run(B, Vpn(0x80))), range((A, 0x20), 4, Keep::Run(B, Vpn(0x90))));
     let (one, written) = (needy(Keep::Page(B, Vpn(0x83))), needy(Keep::Page(B, Vpn(0x82))));
     let mut results = Vec::new();
-    let named = only_merged(&[run, free, one, written, needy(Keep::Zero)], &merged, &mut results);
+    let named = fit.only_fit(&[run, free, one, written, needy(Keep::Zero)], &mut results);
     assert_eq!(named, [run.part(0, 2), run.part(3, 1), free, one, needy(Keep::Zero)]);
     let absent = |range| MergeResult { range, merging: Merging::Absent };
     assert_eq!(results, [absent(run.part(2, 1)), absent(written)]);
+}
+
+#[test]
+fn pages_that_others_share_on_either_side_are_left_out() {
+    let run = MergeRange { needs_own: true, ..range((A, 0x10), 5, Keep::Run(B, Vpn(0x80))) };
+    let fit =
+        FitPages { taken: pages(&[0x10, 0x11, 0x12, 0x14]), kept: pages(&[0x80, 0x82, 0x83]), ..FitPages::default() };
+    let mut results = Vec::new();
+    assert_eq!(fit.only_fit(&[run], &mut results), [run.part(0, 1), run.part(2, 1)]);
+    let absent = |range| MergeResult { range, merging: Merging::Absent };
+    assert_eq!(results, [absent(run.part(1, 1)), absent(run.part(3, 2))]);
 }

@@ -2,7 +2,8 @@
 
 use super::SimHost;
 use crate::ksmd::Kept;
-use pagefold_engine::host::{Keep, Mechanism, MergeRange, MergeResult, Merging, Outcome, PageRun};
+use crate::memory::PageRef;
+use pagefold_engine::host::{Keep, Mechanism, MergeRange, MergeResult, Merging, Outcome, PageRun, PageState};
 use pagefold_engine::keys::{DomainKey, RegionKey};
 use pagefold_engine::units::{Permyriad, Vpn};
 
@@ -86,6 +87,10 @@ impl SimHost {
         if range.needs_merged && matches!(kept, Kept::Page(keep) if !merged(keep)) {
             return (Merging::Absent, self.costs.pagemap_ns);
         }
+        if range.needs_own && !self.are_own(take, kept) {
+            return (Merging::Absent, 2 * self.costs.pagemap_ns);
+        }
+        let looked_ns = if range.needs_own { 2 * self.costs.pagemap_ns } else { 0 };
         let merge_ns = match kept {
             Kept::Zero => self.costs.request_zero_ns,
             Kept::Page(keep) if merged(keep) => self.costs.request_join_ns,
@@ -102,6 +107,16 @@ impl SimHost {
                 self.costs.request_pass_ns
             }
         };
-        (merging, cost_ns)
+        (merging, looked_ns + cost_ns)
+    }
+
+    /// Whether the process has a page for itself, and the kept page's has, or that is merged.
+    fn are_own(&self, take: PageRef, kept: Kept) -> bool {
+        let state = |(key, page)| self.memory.region(key).map(|region| self.memory.state(region, page));
+        let keeps = match kept {
+            Kept::Zero => true,
+            Kept::Page(keep) => matches!(state(keep), Some(PageState::Private | PageState::Merged)),
+        };
+        keeps && state(take) == Some(PageState::Private)
     }
 }

@@ -36,6 +36,7 @@ impl Planner for Pairs {
         }
         let unmark = engine.unmark();
         engine.name_relatives();
+        engine.name_kin();
         let merge = engine.requests.ranges();
         let moves = engine.moves();
         Actions { unmark, merge, moves, ..Actions::default() }

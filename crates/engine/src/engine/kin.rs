@@ -1,0 +1,241 @@
+//! Merges regions with their kin by position, on kernels that merge pages on request.
+//!
+//! Most duplicates on real hosts are relatives: clones of one image, guests of one template. Their equal pages lie at
+//! equal offsets. So we read one member of such a family whole, the one that's been there longest. Another member whose
+//! samples agree with it is named to the kernel in long runs, page for page. We only read what's left, which includes
+//! all zeros: the member that we've read maps the zero page there, so the kernel finds nothing to merge with.
+//!
+//! Nobody has looked at these pages, so the host does, on both sides, just before it names them
+//! ([`MergeRange::needs_own`](crate::host::MergeRange::needs_own)): a process that we don't see may share some through
+//! fork.
+//!
+//! A page that differs costs a comparison, so each family has credit: what merges earns a third of its pages, and what's
+//! named in vain is lost. At most a quarter of the named pages and the first credit are lost. Then the family rests.
+
+use super::Engine;
+use crate::config::Only;
+use crate::host::{MergeResult, Merging, PageSample};
+use crate::keys::{FamilyKey, RegionKey};
+use crate::region::Region;
+use crate::requests::IndexedPage;
+use crate::sampling::ladder::CYCLE_PAGES;
+use crate::units::Vpn;
+use rustc_hash::FxHashMap;
+
+/// A family's credit in pages: at first, at most, and when it has to rest.
+const FIRST_CREDIT: u64 = 256;
+const CREDIT_MOST: u64 = 65_536;
+const CREDIT_MIN: u64 = 64;
+/// For how many rounds we merge nothing by position then.
+const REST_ROUNDS: u64 = 64;
+/// We remember at most this many families.
+const FAMILIES_MOST: usize = 4_096;
+
+/// How it went for each family.
+#[derive(Debug, Default)]
+pub(super) struct KinRecords(FxHashMap<FamilyKey, KinRecord>);
+
+#[derive(Clone, Copy, Debug)]
+struct KinRecord {
+    /// How many pages we may name.
+    credit: u64,
+    /// We name nothing before this round.
+    rests_until: u64,
+}
+
+impl Default for KinRecord {
+    fn default() -> Self {
+        Self { credit: FIRST_CREDIT, rests_until: 0 }
+    }
+}
+
+impl KinRecord {
+    /// Records the outcome of pages whose credit is taken.
+    fn record(&mut self, merging: Merging, pages: u64) {
+        let back = match merging {
+            Merging::Merged | Merging::Shared => pages + pages / 3,
+            Merging::Differs | Merging::Full | Merging::Busy => 0,
+            Merging::Absent | Merging::Ineligible | Merging::Untried | Merging::Unknown => pages,
+        };
+        self.credit = (self.credit + back).min(CREDIT_MOST);
+    }
+
+    /// Lets the family rest if its credit is used up.
+    fn judge(&mut self, round: u64) {
+        if self.credit < CREDIT_MIN {
+            *self = Self { rests_until: round + REST_ROUNDS, ..Self::default() };
+        }
+    }
+}
+
+/// The next pages to name.
+struct KinRun {
+    take: Vpn,
+    /// The slot of the region whose pages stay, and the first of them.
+    slot: u32,
+    keep: Vpn,
+    /// None if we have to wait for kin.
+    pages: u64,
+}
+
+impl Engine {
+    /// The older mapping of the same family that has the content of a page at the same offset, if the index points
+    /// there.
+    pub(super) fn kin_at(&self, region: &Region, sample: &PageSample) -> Option<RegionKey> {
+        let known = self.contents.index.page_of(sample.digest.in_domain(region.view.domain))?;
+        let other = self.table.get(known.slot)?;
+        let (first, pages) = self.table.mapping(region.view.key)?;
+        let (other_first, other_pages) = self.table.mapping(other.view.key)?;
+        let offset = sample.page.0.wrapping_sub(first.0);
+        let is_at_same_offset = other.page_at(known.offset).0.wrapping_sub(other_first.0) == offset;
+        let is_kin = region.is_younger_kin(other) && pages == other_pages && is_at_same_offset;
+        is_kin.then_some(other.view.key)
+    }
+
+    /// Names the next pages of regions that have kin, within what the cycle may cost.
+    pub(super) fn name_kin(&mut self) {
+        let room = (self.spending.room_ns(self.pace()) / self.ladder.sample_ns()).min(CYCLE_PAGES);
+        // As with samples, this shouldn't wait until we've read gigabytes.
+        let mut left = room.saturating_sub(self.plan.read).max(room / 4);
+        let waiting = self.table.numbered().filter(|(_, region)| region.next_for_kin().is_some());
+        let waiting: Vec<_> = waiting.map(|(slot, region)| (slot, region.view.family)).collect();
+        for (slot, family) in waiting {
+            let mut record = self.experience.kin.0.get(&family).copied().unwrap_or_default();
+            if !self.may_name_kin() || self.ladder.rounds() < record.rests_until {
+                self.table.get_mut(slot).into_iter().for_each(Region::end_kin);
+                continue;
+            }
+            loop {
+                let passed = self.name_next(slot, left, &mut record);
+                if passed == 0 {
+                    break;
+                }
+                left -= passed;
+                self.plan.named += passed;
+                self.plan.pages += passed;
+            }
+            self.experience.kin.0.insert(family, record);
+        }
+    }
+
+    /// Whether we know all that we need to say which page stays. With several memory nodes we'd have to read the page's
+    /// node.
+    fn may_name_kin(&self) -> bool {
+        self.snapshot.ksm.ours && self.config.only == Only::All && self.snapshot.nodes.len() <= 1
+    }
+
+    /// The next pages of a region to name, in one block of kin's. `None`: there are none.
+    fn next_run(&self, region: &Region) -> Option<KinRun> {
+        let pass = region.kin?;
+        let take = region.next_for_kin()?;
+        let (first, pages) = self.table.mapping(region.view.key)?;
+        let (kin_first, kin_pages) = self.table.mapping(pass.kin)?;
+        let keep = kin_first + take.0.saturating_sub(first.0);
+        let slot = self.table.find(pass.kin, keep)?;
+        let other = self.table.get(slot)?;
+        let most = (region.end().0 - take.0).min(other.end().0.saturating_sub(keep.0));
+        if pages != kin_pages || most == 0 || !self.may_be_merged(region, other) {
+            return None;
+        }
+        let must_wait = match other.life.judgement() {
+            // What we read in this cycle is named in this cycle, its zeros among it.
+            Some(judgement) => judgement.at_ns >= self.snapshot.now_ns,
+            None if !other.life.is_reading() || other.survey.is_out_of_reach() => return None,
+            None => true,
+        };
+        Some(KinRun { take, slot, keep, pages: if must_wait { 0 } else { most } })
+    }
+
+    /// Whether a region may be merged with its kin unread. Relatives by fork share frames already, and where something
+    /// was merged before, we don't know with whom. Below a cgroup's limit we need to know which page stays.
+    fn may_be_merged(&self, region: &Region, kin: &Region) -> bool {
+        let now_ns = self.snapshot.now_ns;
+        let mut may_be = region.is_younger_kin(kin) && region.view.lineage != kin.view.lineage;
+        for side in [region, kin] {
+            may_be &= side.may_be_requested(now_ns, &self.config) && side.relatives.is_none();
+            may_be &= side.usage.readings_due == 0 && side.usage.contents.is_none();
+            may_be &= !self.room.headroom.is_limited(side.view.owner);
+        }
+        may_be
+    }
+
+    /// Names the next pages of a region, and passes at most this many. Returns how many it has passed.
+    fn name_next(&mut self, slot: u32, most: u64, record: &mut KinRecord) -> u64 {
+        let Some(region) = self.table.get(slot) else { return 0 };
+        let Some(run) = self.next_run(region) else {
+            self.table.get_mut(slot).into_iter().for_each(Region::end_kin);
+            return 0;
+        };
+        let Some(other) = self.table.get(run.slot) else { return 0 };
+        let owner = region.view.owner;
+        let now_ns = self.snapshot.now_ns;
+        let pages = run.pages.min(most).min(record.credit).min(self.spending.allowance.pages_left(owner));
+        for number in 0..pages {
+            let take = IndexedPage::new(region, slot, run.take + number);
+            let keep = IndexedPage::new(other, run.slot, run.keep + number);
+            let are_fit = region.is_fit_for_kin(take.page, now_ns) && other.is_fit_for_kin(keep.page, now_ns);
+            let is_merged = region.usage.merged.contains(take.page) || self.requests.is_kept(take.location);
+            if are_fit && !is_merged {
+                self.requests.add_by_position(take, keep);
+                record.credit -= 1;
+            }
+        }
+        self.spending.allowance.use_pages(owner, pages);
+        if let Some(pass) = self.table.get_mut(slot).and_then(|region| region.kin.as_mut()) {
+            pass.next = Some(run.take + pages);
+        }
+        pages
+    }
+
+    /// Records what became of the pages that we named by position.
+    pub(super) fn record_kin(&mut self, merges: &[MergeResult]) {
+        let records = &mut self.experience.kin.0;
+        for result in merges.iter().filter(|result| result.range.needs_own) {
+            let run = result.range.take;
+            let Some(region) = self.table.at_mut(run.region, run.first) else { continue };
+            records.entry(region.view.family).or_default().record(result.merging, run.pages.into());
+            match result.merging {
+                Merging::Merged | Merging::Shared => {
+                    (0..run.pages).for_each(|number| region.count_merged(run.first + u64::from(number)));
+                }
+                Merging::Untried | Merging::Unknown => region.end_kin(),
+                _ => {}
+            }
+        }
+        for record in records.values_mut() {
+            record.judge(self.ladder.rounds());
+        }
+        if records.len() > FAMILIES_MOST {
+            records.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// However many of the pages that we may name differ, the bound holds until the family rests.
+        #[test]
+        fn at_most_a_quarter_is_in_vain(shares in proptest::collection::vec(0_u64..=100, 1..60)) {
+            let mut record = KinRecord::default();
+            let mut named = 0;
+            let mut in_vain = 0;
+            for share in shares {
+                let pages = std::mem::take(&mut record.credit);
+                let differing = pages * share / 100;
+                record.record(Merging::Differs, differing);
+                record.record(Merging::Merged, pages - differing);
+                named += pages;
+                in_vain += differing;
+                prop_assert!(in_vain <= named / 4 + FIRST_CREDIT, "{in_vain} of {named}");
+                record.judge(7);
+                if record.rests_until > 7 {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Kin: regions of one family whose equal pages lie at equal offsets, as in clones of one image.
+
+use crate::keys::RegionKey;
+use crate::units::{Permyriad, Vpn};
+
+/// A newcomer of a family whose members live long gets at most this many samples before we decide about kin.
+pub const EARLY_SAMPLES: u64 = 128;
+/// Kin must agree in at least this many samples.
+const AGREEING_MIN: u64 = 16;
+/// At most this share of pages may differ from kin's.
+const DIFFERING_MOST: Permyriad = Permyriad(2_500);
+
+/// What a region's samples say about its kin. Zeros don't count.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KinSamples {
+    /// The mapping that has equal pages at the same offsets.
+    kin: Option<RegionKey>,
+    /// Samples that were equal to its page at the same offset, and others.
+    agreeing: u64,
+    differing: u64,
+}
+
+impl KinSamples {
+    /// Records a sample, and the mapping of the family with an equal page at the same offset.
+    pub fn record(&mut self, kin: Option<RegionKey>) {
+        if kin.is_some() && kin == self.kin {
+            self.agreeing += 1;
+        } else if kin.is_some() && self.differing >= 3 * self.agreeing {
+            // The first mapping that we saw may have had an odd page in common with this one.
+            *self = Self { kin, agreeing: 1, differing: 0 };
+        } else {
+            self.differing += 1;
+        }
+    }
+
+    /// The mapping to merge the region with by position.
+    pub fn found(&self) -> Option<RegionKey> {
+        let differs = Permyriad::of(self.differing, self.agreeing + self.differing) > DIFFERING_MOST;
+        self.kin.filter(|_| self.agreeing >= AGREEING_MIN && !differs)
+    }
+}
+
+/// A region that we read whole only where its pages aren't merged by position.
+#[derive(Clone, Copy, Debug)]
+pub struct KinPass {
+    /// The mapping whose pages stay.
+    pub kin: RegionKey,
+    /// The next page to name. `None`: we've named all that we can.
+    pub next: Option<Vpn>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kin_agrees_in_three_quarters_of_enough_samples() {
+        // The mapping with an equal page at the same offset, 0 for none.
+        let found = |samples: &[u32]| {
+            let mut kin = KinSamples::default();
+            for &key in samples {
+                kin.record((key > 0).then_some(RegionKey(key)));
+            }
+            kin.found().map_or(0, |key| key.0)
+        };
+        let odd_first = [vec![2], vec![1; 40]].concat();
+        assert_eq!([found(&[1; 15]), found(&[1; 16]), found(&odd_first)], [0, 1, 1]);
+        assert_eq!([[0, 1, 1, 1], [0, 0, 1, 1], [1, 2, 1, 2]].map(|samples| found(&samples.repeat(16))), [1, 0, 0]);
+    }
+}
