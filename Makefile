@@ -35,7 +35,7 @@ CARGO ?= cargo
 
 .PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
-    install-files install-documents install-program pages lab-pages deb deb-test systemd-test tarball release release-twice
+    install-files install-documents install-program pages deb deb-test systemd-test tarball release release-twice
 
 build:
 	$(CARGO) build --release --locked -p pagefold
@@ -174,9 +174,6 @@ pages:
 	rm -rf target/pages
 	$(CARGO) run --quiet --locked -p pagefold --example pages -- target/pages
 
-lab-pages: pages
-	cd lab && $(CARGO) run --quiet --locked --example pages -- ../target/pages
-
 install: pages
 	$(CARGO) build --release --locked -p pagefold
 	$(MAKE) --no-print-directory install-files
@@ -213,10 +210,9 @@ install-files: install-program install-documents
 CARGO_HOME ?= $(HOME)/.cargo
 SHIPPED := RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/pagefold --remap-path-prefix=$(CARGO_HOME)=/cargo" $(CARGO)
 
-deb: lab-pages
+deb: pages
 	@scripts/setup package
 	$(SHIPPED) build --profile profiling --locked -p pagefold
-	cd lab && $(SHIPPED) build --profile profiling --locked
 	scripts/deb
 	lintian --fail-on error,warning target/deb/*.deb
 

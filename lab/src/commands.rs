@@ -9,7 +9,7 @@ mod replay;
 mod scale;
 mod sketch_error;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use pagefold_report::command::ReportArgs;
 use std::process::ExitCode;
 
@@ -50,10 +50,6 @@ enum Command {
         #[arg(long)]
         spec: String,
     },
-}
-
-pub fn command() -> clap::Command {
-    Cli::command()
 }
 
 pub fn main() -> ExitCode {
