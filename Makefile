@@ -20,7 +20,7 @@
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine (dkms-autoinstall: only
-#               that DKMS installs it for every kernel)
+#               its package, with DKMS)
 # make install  install pagefold, its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions below target/pages

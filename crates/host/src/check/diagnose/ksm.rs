@@ -71,9 +71,8 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
             without,
             "modprobe ksm_request; if the kernel refuses it, dmesg says why",
         ),
-        Fact::Absent => {
-            ok("merging on request: not in this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)")
-        }
+        Fact::Absent => ok("merging on request: not in this kernel, so pagefold uses ksmd \
+             (Debian: apt install ./pagefold-dkms_*.deb linux-headers-$(uname -r))"),
         Fact::Denied => note(
             "merging on request: /dev/ksm cannot be opened",
             without,
