@@ -213,6 +213,8 @@ SHIPPED := RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/pagefold --remap-path-prefi
 deb: pages
 	@scripts/setup package
 	$(SHIPPED) build --profile profiling --locked -p pagefold
+	$(if $(filter pkg.pagefold.fleet,$(DEB_BUILD_PROFILES)),cd fleet && $(SHIPPED) build --release --locked && \
+	    $(SHIPPED) run --release --quiet --locked --example pages -- ../target/pages)
 	scripts/deb
 	lintian --fail-on error,warning target/deb/*.deb
 
@@ -242,6 +244,8 @@ oci:
 	$(SHIPPED) build --release --locked -p pagefold --target $(MUSL)
 	scripts/oci target/$(MUSL)/release/pagefold
 
+# Only a release has the package of pagefold-fleet, because DataFusion takes long to build.
+release: export DEB_BUILD_PROFILES := pkg.pagefold.fleet
 release: deb tarball oci
 	@scripts/setup release
 	scripts/release

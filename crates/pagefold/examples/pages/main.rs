@@ -6,6 +6,8 @@ mod file;
 mod writer;
 
 use anyhow::{Context, Result};
+#[cfg(test)]
+use pagefold_testkit::skip;
 use std::path::Path;
 
 fn main() -> Result<()> {
