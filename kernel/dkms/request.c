@@ -721,6 +721,7 @@ static void merge_release(struct merge_side *side, unsigned int n)
 
 		if (!side->page[i].locked)
 			continue;
+		side->page[i].locked = false;
 		if (!folio_mapped(folio))
 			K(folio_free_swap)(folio);
 		folio_unlock(folio);
