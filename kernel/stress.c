@@ -2,11 +2,11 @@
 /*
  * Merges, writes, forks, exits, moves, swaps, splits and pins at once, and checks every byte.
  *
- * usage: stress SECONDS [PROCESSES [SEED]], as root, with /dev/ksm. Each process has a window of pages whose contents it knows,
- * and does random things to it. A merger names random pairs of pages of random processes, right and wrong ones, by
- * KSM_IOC_MERGE. Another turns KSM's knobs. A process that finds a byte that it did not write prints it and aborts, and the
- * stress fails. With MAKE_IT_FAIL in the environment, allocations for the merger and for KSM's knobs fail, as
- * /sys/kernel/debug/failslab and fail_page_alloc say.
+ * usage: stress SECONDS [PROCESSES [SEED]], as root, with /dev/ksm, and swap on /dev/ram0. Each process has a window of pages whose
+ * contents it knows, and does random things to it. Two mergers name random pairs of pages of random processes, right and wrong
+ * ones, by KSM_IOC_MERGE, and hash others. Another process turns KSM's knobs. A process that finds a byte that it did not write
+ * prints it and aborts, and the stress fails. With MAKE_IT_FAIL in the environment, allocations for the mergers and for KSM's
+ * knobs fail, as /sys/kernel/debug/failslab and fail_page_alloc say.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -35,11 +35,13 @@
 
 static struct shared {
 	volatile int pids[MOST];
+	char *volatile at[MOST]; /* where the window is */
 	volatile int stop, failed;
-	volatile unsigned long merged, tried, writes, forks, checked;
-	/* What the merger remembers of contents does not matter: it guesses. */
+	volatile unsigned long outcomes[KSM_PAGE_GONE + 1], writes, forks, checked;
 } *shared;
 static uint8_t content[PAGES]; /* of this process: which of 256 contents each page has */
+static int disk; /* its first page is the header of the swap space, which never changes */
+static char header[PAGE] __attribute__((aligned(4096)));
 static uint64_t rng;
 
 static uint32_t rnd(uint32_t below)
@@ -83,6 +85,24 @@ static void check(char *base, size_t i, const char *when)
 	__sync_fetch_and_add(&shared->checked, 1);
 }
 
+/* The disk writes to pages that are pinned meanwhile, by GUP-fast */
+static void read_disk(char *base, size_t i, size_t n)
+{
+	for (size_t k = i; k < i + n; k++) {
+		char *p = base + k * PAGE;
+
+		if (pread(disk, p, PAGE, 0) != (ssize_t)PAGE)
+			return;
+		if (memcmp(p, header, PAGE)) {
+			printf("CORRUPT: process %d, page %zu, read from disk\n", getpid(), k);
+			fflush(stdout);
+			shared->failed = shared->stop = 1;
+			abort();
+		}
+		fill(p, content[k]);
+	}
+}
+
 static char *window(char *at)
 {
 	char *p = mmap(at, WINDOW, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -94,7 +114,7 @@ static char *window(char *at)
 	return p;
 }
 
-static void work(int slot, int depth)
+static void work(int slot)
 {
 	char *base = BASE;
 	const char *last = "start";
@@ -108,7 +128,8 @@ static void work(int slot, int depth)
 
 		if (n > PAGES - i)
 			n = PAGES - i;
-		switch (rnd(depth ? 15 : 16)) {
+		shared->at[slot] = base;
+		switch (rnd(17)) {
 		default:
 			last = "write";
 			for (size_t k = i; k < i + n; k++) {
@@ -206,7 +227,11 @@ static void work(int slot, int depth)
 			base = window(BASE);
 			memset(content, 0, sizeof(content));
 			break;
-		case 15: {
+		case 15:
+			last = "read from disk";
+			read_disk(base, i, n);
+			break;
+		case 16: {
 			pid_t pid;
 
 			if (rnd(3))
@@ -263,6 +288,19 @@ static void write_file(const char *path, const char *what)
 	close(fd);
 }
 
+/* Nothing can be known of the hashes, as pages change meanwhile */
+static void hash(int dev, int pidfd)
+{
+	static uint64_t hashes[64];
+	struct ksm_hash h = {
+		.version = KSM_ABI_VERSION, .pidfd = pidfd, .to = rnd(KSM_HASH_LINES + 1), .key = rnd(3), .nr_pages = 64,
+		.addr = (uintptr_t)BASE + rnd(PAGES) * PAGE, .hashes = (uintptr_t)hashes,
+	};
+
+	if (ioctl(dev, KSM_IOC_HASH, &h) && errno != ESRCH && errno != EBADF && errno != EINTR)
+		perror("KSM_IOC_HASH");
+}
+
 static void merge(int processes)
 {
 	static struct ksm_merge_range range[64];
@@ -290,15 +328,17 @@ static void merge(int processes)
 			}
 			fresh = 20;
 		}
+		hash(dev, fds[rnd(processes)]);
 		for (int k = 0; k < n; k++) {
 			size_t length = 1 + rnd(rnd(2) ? 64 : 4), from = rnd(PAGES - length), to = rnd(PAGES - length);
-			char *keep = rnd(4) ? BASE : OTHER, *take = rnd(4) ? BASE : OTHER;
-			int kind = rnd(5);
+			int a = rnd(processes), b = rnd(processes), kind = rnd(5);
+			/* Seldom a wrong place */
+			char *keep = rnd(8) ? shared->at[a] : BASE, *take = rnd(8) ? shared->at[b] : OTHER;
 
 			if (rnd(2))
 				to = from;
 			range[k] = (struct ksm_merge_range){
-				.keep_pidfd = fds[rnd(processes)], .take_pidfd = fds[rnd(processes)],
+				.keep_pidfd = fds[a], .take_pidfd = fds[b],
 				.keep_addr = (uintptr_t)keep + from * PAGE, .take_addr = (uintptr_t)take + to * PAGE,
 				.nr_pages = length, .page_status = (uintptr_t)status[k],
 				.flags = kind == 1 ? KSM_MERGE_KEEP_ONE : 0,
@@ -312,8 +352,8 @@ static void merge(int processes)
 		if (ioctl(dev, KSM_IOC_MERGE, &m) < 0 && errno != EINTR && errno != ENOMEM)
 			perror("KSM_IOC_MERGE");
 		for (int k = 0; k < n; k++) {
-			__sync_fetch_and_add(&shared->merged, range[k].nr_merged);
-			__sync_fetch_and_add(&shared->tried, range[k].nr_done);
+			for (size_t i = 0; i < range[k].nr_done; i++)
+				__sync_fetch_and_add(&shared->outcomes[status[k][i]], 1);
 		}
 	}
 	_exit(0);
@@ -380,28 +420,30 @@ int main(int argc, char **argv)
 	int seconds = argc > 1 ? atoi(argv[1]) : 30, processes = argc > 2 ? atoi(argv[2]) : 6, status;
 	uint64_t seed = argc > 3 ? strtoull(argv[3], NULL, 0) : 1;
 	time_t end = time(NULL) + seconds;
-	pid_t helpers[2];
 
 	if (processes > MOST)
 		processes = MOST;
 	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	disk = open("/dev/ram0", O_RDONLY | O_DIRECT);
+	if (disk < 0 || pread(disk, header, PAGE, 0) != (ssize_t)PAGE) {
+		perror("/dev/ram0");
+		return 1;
+	}
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
-	for (int k = -2; k < processes; k++) {
+	for (int k = -3; k < processes; k++) {
 		pid_t pid = fork();
 
 		rng = (seed << 32) + k * 7919 + 12345;
 		if (!pid) {
-			if (k == -2)
+			if (k < -1)
 				merge(processes);
 			if (k == -1)
 				turn();
 			window(BASE);
-			work(k, 0);
+			work(k);
 		}
 		if (k >= 0)
 			shared->pids[k] = pid;
-		else
-			helpers[k + 2] = pid;
 	}
 	while (!shared->stop) {
 		pid_t pid = waitpid(-1, &status, WNOHANG);
@@ -427,7 +469,7 @@ int main(int argc, char **argv)
 				rng = (seed << 32) ^ getpid() * 7919;
 				window(BASE);
 				memset(content, 0, sizeof(content));
-				work(k, 0);
+				work(k);
 			}
 		}
 	}
@@ -437,10 +479,11 @@ int main(int argc, char **argv)
 			printf("a process ended by signal %d\n", WTERMSIG(status));
 			shared->failed = 1;
 		}
-	(void)helpers;
 	check_that_nothing_is_left();
-	printf("stress: %s: %lu pages merged of %lu named, %lu written, %lu checked, %lu forks\n",
-	       shared->failed ? "FAILED" : "good", shared->merged, shared->tried, shared->writes, shared->checked,
-	       shared->forks);
+	printf("stress: %s: pages named: %lu merged, %lu shared, %lu differ, %lu absent, %lu busy, %lu ineligible, %lu full; "
+	       "%lu written, %lu checked, %lu forks\n", shared->failed ? "FAILED" : "good",
+	       shared->outcomes[KSM_PAGE_MERGED], shared->outcomes[KSM_PAGE_SHARED], shared->outcomes[KSM_PAGE_DIFFERS],
+	       shared->outcomes[KSM_PAGE_ABSENT] + shared->outcomes[KSM_PAGE_GONE], shared->outcomes[KSM_PAGE_BUSY],
+	       shared->outcomes[KSM_PAGE_INELIGIBLE], shared->outcomes[KSM_PAGE_FULL], shared->writes, shared->checked, shared->forks);
 	return shared->failed;
 }
