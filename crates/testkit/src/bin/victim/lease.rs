@@ -4,7 +4,7 @@
 use pagefold_engine::host::ScanOrder;
 use pagefold_ksm::controller::KsmdController;
 use pagefold_ksm::ksmd::Ksmd;
-use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
+use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths};
 use pagefold_ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Duration;
 pub fn main(dir: &Path) {
     let paths = KsmPaths::in_dir(dir);
     let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT)).expect("KSM"));
-    let lease = KsmLease::take(ksm, &paths, &InitialKnobs::default()).expect("a lease");
+    let lease = KsmLease::take(ksm, &paths, &INITIAL_KNOBS).expect("a lease");
     let controller = KsmdController::start(&lease, Ksmd::find().expect("ksmd")).expect("a controller");
     controller.order(ScanOrder::Pace { pages_to_scan: 10, sleep_ms: 30, thorough: false });
     assert!(controller.wait_idle(Duration::from_secs(60)));
