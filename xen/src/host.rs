@@ -347,6 +347,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 digest: digest.unwrap_or_default(),
                 active: false,
                 lone: false,
+                outsiders: false,
                 node: None,
             });
         }

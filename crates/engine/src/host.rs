@@ -259,8 +259,9 @@ pub struct SamplePlan {
     /// For private pages of these regions, also report whether the page was active before we read it, and whether it's
     /// a merged page that nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
-    /// Read pages of these regions that are shared through fork, too.
-    pub forked: BTreeSet<RegionKey>,
+    /// Read pages of these regions that are shared through fork, too. On request each region comes with all regions of
+    /// its family, itself included, for [`PageSample::outsiders`].
+    pub forked: BTreeMap<RegionKey, Vec<Span>>,
     /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,
     /// Look up whether the frames of `inspect` are charged to this limit's cgroup or one below.
@@ -340,6 +341,8 @@ pub struct PageSample {
     /// If the plan asked for it: whether a private page is a merged one that only this process still maps, because
     /// others wrote theirs.
     pub lone: bool,
+    /// If the plan asked for it: whether a page shared through fork is, or may be, mapped by others than its family.
+    pub outsiders: bool,
     /// The NUMA node of a private page, on a machine with several.
     pub node: Option<NodeKey>,
 }

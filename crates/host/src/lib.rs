@@ -18,6 +18,7 @@ pub mod judge;
 pub mod live;
 mod marked;
 pub mod os;
+mod outsiders;
 pub mod regions;
 mod sampling;
 pub mod scope;

@@ -26,6 +26,7 @@ use self::requesting::Requesting;
 use self::withdrawing::Withdrawing;
 use crate::judge::{ProgramHistory, ScopeRules};
 use crate::marked::{self, MarkedPrograms};
+use crate::outsiders::Member;
 use crate::sampling::{CountedProcess, HashMode, RegionRead, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
@@ -36,7 +37,7 @@ use crate::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use crate::targets::Target;
 use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
-    Actions, ChangeResult, Cost, Host, KsmView, Mechanism, Outcome, PageRun, SamplePlan, Samples, Snapshot,
+    Actions, ChangeResult, Cost, Host, KsmView, Mechanism, Outcome, PageRun, SamplePlan, Samples, Snapshot, Span,
 };
 use pagefold_engine::keys::{KeyCounter, LimitKey, RegionKey};
 use pagefold_engine::units::Pages;
@@ -383,8 +384,10 @@ impl LiveHost {
                 _ => continue,
             };
             let mut how = ReadHow { contents: Contents::Merged, ..ReadHow::default() };
-            if plan.forked.contains(&region) {
+            let mut family = Vec::new();
+            if let Some(mappings) = plan.forked.get(&region) {
                 how.contents = Contents::All;
+                family = self.members(mappings);
             }
             how.activity = plan.activity.contains(&region);
             if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == region) {
@@ -392,9 +395,21 @@ impl LiveHost {
                 how.unmarked = tracked.stretch.marked == Pages(0);
             }
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
-            reads.push(RegionRead { region, process: target.info.process.clone(), runs, how });
+            reads.push(RegionRead { region, family, process: target.info.process.clone(), runs, how });
         }
         reads
+    }
+
+    /// The mappings of a family that we may read.
+    fn members(&self, mappings: &[Span]) -> Vec<Member> {
+        let mut members = Vec::new();
+        for mapping in mappings {
+            if let Some(target) = self.target_of(mapping.region).filter(|target| target.may_be_read()) {
+                let process = target.info.process.clone();
+                members.push(Member { process, first: mapping.first, end: mapping.end() });
+            }
+        }
+        members
     }
 
     /// The processes that may have merged zeros, if the machine has any merged zeros. A mapping whose pages are all

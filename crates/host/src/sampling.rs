@@ -1,5 +1,6 @@
 //! Reads the pages of a plan on a thread that we may abandon (see [`pagefold_procmem::os::abandonable`]).
 
+use crate::outsiders::{Member, SharedPage, may_be_forked};
 use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
 use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState, StateSample};
 use pagefold_engine::keys::{LineageKey, NodeKey, OwnerKey, RegionKey};
@@ -22,6 +23,8 @@ use std::time::Instant;
 #[derive(Debug)]
 pub(crate) struct RegionRead {
     pub(crate) region: RegionKey,
+    /// The mappings of its family, if we look for outsiders.
+    pub(crate) family: Vec<Member>,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
     pub(crate) how: ReadHow,
@@ -167,11 +170,12 @@ impl PlanReading {
     fn read_pages(&mut self, job: &SamplingJob) {
         let began = Instant::now();
         for read in &job.reads {
-            let RegionRead { region, process, runs, .. } = read;
+            let RegionRead { region, process, runs, family, .. } = read;
             if began.elapsed() > PATIENCE || !self.progress.begin(process) {
                 break;
             }
             self.read.insert(*region);
+            let mut shared = Vec::new();
             let pages = &mut self.pages;
             pages.reserve(runs.iter().map(|run| run.1 as usize).sum());
             let result = job.hash_mode.visit_runs(&mut self.reader, read, |view, digest| {
@@ -180,11 +184,36 @@ impl PlanReading {
                 if let (Some(nodes), Some(frame), PageState::Private) = (&job.topology, frame, state) {
                     node = nodes.node_of(frame);
                 }
-                pages.push(PageSample { region: *region, page, state, huge, digest, active, lone, node });
+                let outsiders = !family.is_empty() && may_be_forked(state);
+                if outsiders {
+                    shared.extend(SharedPage::of(&view, pages.len()));
+                }
+                pages.push(PageSample { region: *region, page, state, huge, digest, active, lone, outsiders, node });
             });
             if let Err(error) = result {
                 self.failed.push((process.pid(), error));
             }
+            self.find_outsiders(family, &mut shared);
+        }
+    }
+
+    /// Finds out which pages are mapped by their family alone. If we can't, others may map them, too.
+    fn find_outsiders(&mut self, family: &[Member], shared: &mut Vec<SharedPage>) {
+        shared.sort_unstable_by_key(|page| page.page);
+        shared.dedup_by_key(|page| page.page);
+        let frames: Vec<u64> = shared.iter().map(|page| page.frame).collect();
+        // We count all mappings first. If a member then writes its page, we find too few members, never too many.
+        let Ok(mappers) = mappers_of(&frames) else { return };
+        for member in family.iter().filter(|_| !frames.is_empty()) {
+            if !self.progress.begin(&member.process) {
+                return;
+            }
+            if let Err(error) = member.count(&mut self.reader, shared) {
+                self.failed.push((member.process.pid(), error));
+            }
+        }
+        for (page, mappers) in shared.iter().zip(mappers) {
+            self.pages[page.at].outsiders = page.members != mappers;
         }
     }
 

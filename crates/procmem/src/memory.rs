@@ -72,6 +72,8 @@ pub struct PageView<'a> {
     /// Without CAP_SYS_ADMIN frame numbers are hidden, and merged pages and zero pages count as shared.
     pub state: PageState,
     pub huge: bool,
+    /// Whether the frame is part of a huge page of any size. Only known of pages that aren't private.
+    pub compound: bool,
     /// Private and active; false unless [`ReadHow::activity`] is set.
     pub active: bool,
     /// A merged page that only this process still maps, so that its state is private; false unless

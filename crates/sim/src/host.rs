@@ -195,14 +195,14 @@ impl SimHost {
         self.foreign_marks = foreign_marks;
     }
 
+    /// Sets whether a process is out of scope. It mustn't have any marks.
+    pub fn set_out_of_scope(&mut self, owner: OwnerKey, out_of_scope: bool) {
+        self.memory.owners[owner.0 as usize].out_of_scope = out_of_scope;
+    }
+
     /// Sets whether pagefold must leave a process alone, like a traced one. The process's marks stay.
     pub fn leave_alone(&mut self, owner: OwnerKey, left_alone: bool) {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
-    }
-
-    /// Excludes a process: pagefold doesn't see it from now on.
-    pub fn exclude(&mut self, owner: OwnerKey) {
-        self.memory.owners[owner.0 as usize].excluded = true;
     }
 
     /// Sets whether a process can't be marked, nor its pages named.

@@ -16,7 +16,7 @@ pub(crate) use nodes::MoveResult;
 pub use nodes::{Nodes, ProcessNuma};
 pub use page::{Backing, PageRef};
 pub(crate) use page::{ItemState, NONE, PageWrites, RmapItem};
-use pagefold_engine::host::PageState;
+use pagefold_engine::host::{PageState, Span};
 use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{EXTENT_PAGES, Vpn};
 pub use region::{Owner, Region};
@@ -357,6 +357,28 @@ impl Memory {
     /// How many merged frames have a record, mapped or not.
     pub fn known_frames(&self) -> u64 {
         (self.frames.len() - self.free_frames.len()) as u64
+    }
+
+    /// Whether pagefold's live host would know the regions of a process. If it leaves a process alone, it only keeps the
+    /// regions while something is marked.
+    pub(crate) fn shows_regions(&self, owner: u32) -> bool {
+        let owner = &self.owners[owner as usize];
+        let mut regions = owner.regions.iter().filter_map(|&key| self.region(key));
+        !owner.out_of_scope && (!owner.left_alone || regions.any(|region| region.marks.pages() > 0))
+    }
+
+    /// Whether others than these regions map a fork-shared page.
+    pub(crate) fn has_outsiders(&self, region: &Region, page: u32, family: &[Span]) -> bool {
+        let frame = region.frame_of(page as usize);
+        let place = Vpn(region.first + u64::from(page));
+        let mut known = 0;
+        for span in family.iter().filter(|span| span.first <= place && place < span.end()) {
+            let Some(member) = self.region(span.region.0) else { continue };
+            let Some(page) = member.offset(place) else { continue };
+            let is_same = member.backing[page as usize] == Backing::Forked && member.frame_of(page as usize) == frame;
+            known += u32::from(is_same);
+        }
+        self.shares[frame as usize] > known
     }
 
     /// Whether the page shares its frame with a process related by fork.

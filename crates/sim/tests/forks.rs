@@ -247,13 +247,44 @@ fn workers_that_come_back_at_once_leave_nobody_behind() {
 /// its back.
 #[test]
 fn a_family_with_a_member_out_of_scope_is_left_alone() {
+    for set in [SimHost::leave_alone, SimHost::set_out_of_scope] {
+        for is_master in [true, false] {
+            let mut families = Families::new(4);
+            let member = if is_master { families.masters[0] } else { families.workers[1] };
+            set(&mut families.sim, member, true);
+            families.run(60);
+            assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
+            set(&mut families.sim, member, false);
+            families.run(60);
+            families.assert_frames(0);
+        }
+    }
+}
+
+/// As many processes map the frames as the family has members in scope.
+#[test]
+fn a_member_that_has_diverged_does_not_hide_one_out_of_scope() {
     let mut families = Families::new(4);
-    families.sim.leave_alone(families.workers[1], true);
+    families.sim.set_out_of_scope(families.workers[1], true);
+    families.write(families.workers[2], |page| 7 << 32 | page);
     families.run(60);
-    assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
-    families.sim.leave_alone(families.workers[1], false);
+    assert_eq!((families.frames(), families.sim.merged_pages()), (3 * PAGES, Pages(0)));
+    families.sim.exit(families.workers[1]);
     families.run(60);
-    families.assert_frames(0);
+    families.assert_frames(PAGES);
+}
+
+/// We find that out page by page.
+#[test]
+fn memory_that_a_member_out_of_scope_has_written_is_merged() {
+    let mut families = Families::new(4);
+    let outsider = families.workers[1];
+    families
+        .sim
+        .change_pages(outsider, 0..PAGES / 2, |host, region, page| _ = host.write(region, page, 7 << 32 | page.0));
+    families.sim.set_out_of_scope(outsider, true);
+    families.run(60);
+    families.assert_frames(PAGES);
 }
 
 /// Merging pages that are shared so often costs more than the frame is worth.

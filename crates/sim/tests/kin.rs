@@ -121,7 +121,7 @@ fn more_clones_than_a_page_may_have_sharers_are_all_merged() {
 /// these still have a frame in common with the child. Returns the child.
 fn fork_excluded(sim: &mut Machine, parent: OwnerKey) -> OwnerKey {
     let excluded = sim.fork(parent);
-    sim.exclude(excluded);
+    sim.set_out_of_scope(excluded, true);
     sim.change_pages(parent, 0..EACH, |host, region, page| {
         let (content, _) = host.page(region, page).unwrap();
         if page.0 / 64 % 8 > 0 {

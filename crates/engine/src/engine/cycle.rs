@@ -97,7 +97,7 @@ impl Engine {
                 is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
             };
             plan.activity = self.keys_among(&plan.runs, wants_flags);
-            plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
+            plan.forked = self.forked_among(&plan.runs);
             self.plan_inspection(&mut plan);
         }
         if plan.inspect.is_empty() {

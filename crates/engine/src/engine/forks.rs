@@ -14,14 +14,15 @@
 
 use super::Engine;
 use crate::hash::Digest;
-use crate::host::{PageSample, PageState};
-use crate::keys::{LineageKey, OwnerKey};
+use crate::host::{PageRun, PageSample, PageState, RegionView, Span};
+use crate::keys::{LineageKey, OwnerKey, RegionKey};
 use crate::region::table::RegionTable;
 use crate::region::{Fork, RELATIVES_MOST, Region};
 use crate::requests::{IndexedPage, Pair};
 use crate::sampling::ladder::may_be_promoted;
 use crate::units::{Vpn, count, index};
 use rustc_hash::FxHashSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// We merge no family of more regions than this. A process can cut what it has inherited into any number, and we walk
 /// all of them for each page.
@@ -154,6 +155,31 @@ impl Engine {
         parent
     }
 
+    /// The mappings in `runs` where we read pages that are shared through fork. On request each comes with all regions of
+    /// its families: whoever else maps such a page would get it merged, too.
+    pub(super) fn forked_among(&self, runs: &[PageRun]) -> BTreeMap<RegionKey, Vec<Span>> {
+        let on_request = !self.carrier().by_marks;
+        let mut families: BTreeMap<RegionKey, BTreeSet<u32>> = BTreeMap::new();
+        for run in runs {
+            let region = self.table.at(run.region, run.first).filter(|region| region.reads_forked());
+            if let Some(region) = region {
+                families.entry(run.region).or_default().extend(region.relatives.filter(|_| on_request));
+            }
+        }
+        let mut forked = BTreeMap::new();
+        for (key, numbers) in families {
+            let mut spans = Vec::new();
+            for family in numbers.into_iter().filter_map(|number| self.families.0.get(index(number))) {
+                for region in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+                    let RegionView { key, first, pages, .. } = region.view;
+                    spans.push(Span { region: key, first, pages });
+                }
+            }
+            forked.insert(key, spans);
+        }
+        forked
+    }
+
     /// With ksmd, reads the relatives of regions that have duplicates among the pages that they share through fork. On
     /// request, marks relatives of marked regions, because a relative may have been forked just before we marked its
     /// parent.
@@ -190,7 +216,7 @@ impl Engine {
         let is_own = match sample.state {
             PageState::ZeroMapped | PageState::Merged => return,
             PageState::Private => is_zero || region.relatives.is_some() && !self.may_be_left(region, sample.page),
-            PageState::Shared => is_zero && region.fork == Fork::First,
+            PageState::Shared => is_zero && region.fork == Fork::First && !sample.outsiders,
             PageState::Absent => false,
         };
         let Some(region) = self.table.get_mut(slot) else { return };
@@ -281,7 +307,7 @@ impl Engine {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::host::{RegionView, Snapshot};
+    use crate::host::Snapshot;
     use crate::keys::DomainKey;
     use crate::region::test_view;
 

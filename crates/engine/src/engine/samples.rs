@@ -63,7 +63,7 @@ impl Engine {
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
-            PageState::Shared if !region.reads_forked() => {
+            PageState::Shared if !region.reads_forked() || sample.outsiders => {
                 region.survey.record_forked();
                 false
             }

@@ -50,6 +50,7 @@ struct Slot {
     entry: PagemapEntry,
     state: PageState,
     huge: bool,
+    compound: bool,
     active: bool,
     /// A merged page that nobody else maps any more. Only known if private pages were looked up in kpageflags.
     lone: bool,
@@ -101,6 +102,7 @@ impl Batch {
                 entry: PagemapEntry(0),
                 state: PageState::Absent,
                 huge: false,
+                compound: false,
                 active: false,
                 lone: false,
                 has_bytes: false,
@@ -274,6 +276,7 @@ impl Batch {
         for (&position, &flags) in wanted.iter().zip(&self.entries) {
             let slot = &mut slots[usize::from(position)];
             let flags = FrameFlags(flags);
+            slot.compound = flags.thp();
             if slot.state == PageState::Private {
                 slot.active = flags.active();
                 slot.lone = flags.ksm() && shows_merged();
@@ -364,6 +367,7 @@ impl Batch {
                 page: slot.page,
                 state: slot.state,
                 huge: slot.huge,
+                compound: slot.compound,
                 active: slot.active,
                 lone: slot.lone,
                 frame: slot.entry.pfn(),

@@ -102,6 +102,7 @@ impl SimHost {
         let mut whole = 0;
         let several = self.memory.nodes.is_tracked();
         let asked = plan.activity.contains(&run.region);
+        let family = plan.forked.get(&run.region);
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let merged = region.merged_frame(offset).map(|frame| self.memory.frames[frame as usize]);
@@ -110,7 +111,13 @@ impl SimHost {
             let lone = merged.is_some_and(|frame| frame.mapped == 1);
             let state = if lone { PageState::Private } else { self.memory.state(region, offset) };
             looked_at += 1;
-            let is_read = state.is_read(plan.forked.contains(&run.region));
+            let is_read = state.is_read(family.is_some());
+            let mut outsiders = false;
+            if let Some(family) = family.filter(|family| !family.is_empty() && state == PageState::Shared) {
+                outsiders = self.memory.has_outsiders(region, offset, family);
+                looked_at += family.len() as u64;
+                looked_up += 1;
+            }
             read += u64::from(is_read);
             let content = region.content[offset as usize];
             let found = match plan.lines {
@@ -135,6 +142,7 @@ impl SimHost {
                 digest: found,
                 active: private && asked && in_use(),
                 lone: lone && asked && self.knobs.shows_lone,
+                outsiders,
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }
@@ -209,14 +217,12 @@ impl Host for SimHost {
     type Error = Infallible;
 
     fn observe(&mut self) -> Result<Snapshot, Infallible> {
-        let live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
+        let mut live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
+        live.retain(|&(_, owner)| self.memory.shows_regions(owner));
         let mut price_ns = 0;
         let mut owners: Vec<OwnerKey> = Vec::new();
         let mut regions = Vec::with_capacity(live.len());
         for (key, owner) in live {
-            if self.memory.owners[owner as usize].excluded {
-                continue;
-            }
             if owners.last() != Some(&OwnerKey(owner)) {
                 owners.push(OwnerKey(owner));
             }

@@ -117,8 +117,8 @@ pub struct Owner {
     pub(crate) lineage: u32,
     /// Whether we tell pagefold to leave the process alone.
     pub(crate) left_alone: bool,
-    /// Whether pagefold isn't shown the process, because it's excluded.
-    pub(crate) excluded: bool,
+    /// Whether pagefold doesn't know the process.
+    pub(crate) out_of_scope: bool,
     pub(crate) numa: ProcessNuma,
     /// Whether the process is on ksmd's list.
     pub(crate) registered: bool,
