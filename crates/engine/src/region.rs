@@ -121,7 +121,7 @@ impl Region {
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {
-            self.usage.cow_breaks.keep_only(view.first..self.end());
+            self.usage.keep_only(view.first..self.end());
             self.survey.restart_order(&view, seed);
             self.end_kin();
         }
@@ -281,10 +281,11 @@ impl Region {
         (first, pages)
     }
 
-    /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
+    /// Whether we may name a page: it isn't in use, its program doesn't keep writing to it after merges, and nobody maps it
+    /// whom we leave alone.
     pub fn may_be_named(&self, page: Vpn, now_ns: u64) -> bool {
         let rests = self.usage.cow_breaks.rests(page) && self.usage.written.contains(page);
-        !rests && !self.usage.is_busy(page, now_ns)
+        !rests && !self.usage.is_busy(page, now_ns) && !self.usage.outside.contains(page)
     }
 
     /// The share of its pages that rest: we leave them alone for a time because merges there don't pay. On request only

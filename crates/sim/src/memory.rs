@@ -367,18 +367,20 @@ impl Memory {
         !owner.out_of_scope && (!owner.left_alone || regions.any(|region| region.marks.pages() > 0))
     }
 
-    /// Whether others than these regions map a fork-shared page.
+    /// Whether others than these regions map the frame of a fork-shared or merged page.
     pub(crate) fn has_outsiders(&self, region: &Region, page: u32, family: &[Span]) -> bool {
+        let backing = region.backing[page as usize];
         let frame = region.frame_of(page as usize);
         let place = Vpn(region.first + u64::from(page));
         let mut known = 0;
         for span in family.iter().filter(|span| span.first <= place && place < span.end()) {
             let Some(member) = self.region(span.region.0) else { continue };
             let Some(page) = member.offset(place) else { continue };
-            let is_same = member.backing[page as usize] == Backing::Forked && member.frame_of(page as usize) == frame;
-            known += u32::from(is_same);
+            known += u32::from(member.backing[page as usize] == backing && member.frame_of(page as usize) == frame);
         }
-        self.shares[frame as usize] > known
+        let all =
+            if backing == Backing::Merged { self.frames[frame as usize].mapped } else { self.shares[frame as usize] };
+        all > known
     }
 
     /// Whether the page shares its frame with a process related by fork.

@@ -6,11 +6,12 @@ mod common;
 use common::{MIB, Machine, config, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
+use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Actions, Change, Host};
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
-use pagefold_sim::{Fill, Mapping, Process, SimHost};
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 
 const PAGES: u64 = 16 * MIB;
 
@@ -123,8 +124,9 @@ fn unmerge(host: &mut SimHost, owner: OwnerKey) {
 
 #[test]
 fn two_families_come_to_share_one_copy() {
-    for workers in [1, 4, 16] {
-        let mut families = Families::new(workers);
+    for (workers, shows_lone) in [(1, true), (4, true), (4, false), (16, true)] {
+        let knobs = Knobs { shows_lone, ..Knobs::requested() };
+        let mut families = Families::on(SimHost::new(7, Costs::default(), knobs), workers);
         assert_eq!(families.frames(), 2 * PAGES);
         families.run(25);
         families.assert_frames(0);
@@ -272,6 +274,22 @@ fn a_member_that_has_diverged_does_not_hide_one_out_of_scope() {
     families.sim.exit(families.workers[1]);
     families.run(60);
     families.assert_frames(PAGES);
+}
+
+/// Where the kernel calls fork-shared pages merged, we can't tell merged pages of an earlier run from those that outsiders
+/// map. We name neither, and reckon with both.
+#[test]
+fn pages_that_an_earlier_run_may_have_merged_are_reckoned_with() {
+    let knobs = Knobs { shows_lone: false, ..Knobs::requested() };
+    let mut families = Families::on(SimHost::new(7, Costs::default(), knobs), 4);
+    families.run(25);
+    families.sim.engine = Engine::new(Config { governor: Governor::Full, ..config() });
+    families.run(120);
+    families.assert_frames(0);
+    for region in families.sim.engine.regions().filter(|region| region.reads_forked()) {
+        let pages = region.usage.merged.len() + region.usage.outside.len();
+        assert!(pages.0 * 100 >= PAGES * 95, "{pages:?} of {PAGES}");
+    }
 }
 
 /// We find that out page by page.

@@ -7,6 +7,7 @@ use common::{MIB, Machine, SECOND, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{LimitKey, OwnerKey};
+use pagefold_engine::region::Region;
 use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 use proptest::prelude::*;
@@ -67,6 +68,32 @@ fn a_container_is_not_killed_for_the_copies_it_keeps_for_others() {
         }
         assert_eq!(sim.saved(), Pages(0));
     }
+}
+
+#[test]
+fn merged_pages_that_were_given_back_need_no_headroom() {
+    let mut sim = Machine::new(requested());
+    let owners = contained(&mut sim, 2, Pages(EACH * 3));
+    sim.run(60);
+    sim.change_pages(owners[0], 0..EACH / 2, SimHost::discard);
+    sim.run(300);
+    let of_first = |region: &&Region| region.view.owner == owners[0];
+    let merged: Pages = sim.engine.regions().filter(of_first).map(|region| region.usage.merged.len()).sum();
+    assert!(merged.0.abs_diff(EACH / 2) <= EACH / 50, "{merged:?} of {EACH}");
+}
+
+/// Merging zeros makes room that their programs may need again.
+#[test]
+fn room_that_merged_zeros_have_left_is_not_used_up() {
+    let mut sim = Machine::new(requested());
+    let limit = Pages(EACH * 22 / 10);
+    for key in [1, 2] {
+        let zeros = Mapping::new(Pages(EACH), Fill::Zeros);
+        let process = Process::starting_at(0).mapping(zeros).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
+        let owner = sim.add(process);
+        sim.limit(LimitKey(key), limit, &[owner]);
+    }
+    run_within(&mut sim, 120, &[(1, limit), (2, limit)]);
 }
 
 #[test]

@@ -44,6 +44,11 @@ impl Engine {
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
         region.survey.has_present |= sample.state != PageState::Absent;
+        if sample.outsiders && sample.state == PageState::Shared {
+            region.usage.outside.insert(sample.page);
+        } else {
+            region.usage.outside.remove(sample.page);
+        }
         if sample.state == PageState::Shared {
             // We can't tell whether the process wrote the page before it forked.
             region.usage.cow_breaks.forget_page(sample.page);
@@ -51,6 +56,7 @@ impl Engine {
         let duplicate = match sample.state {
             PageState::Absent => {
                 region.usage.cow_breaks.forget_page(sample.page);
+                region.usage.forget_merged(sample.page);
                 return;
             }
             PageState::ZeroMapped => {

@@ -5,6 +5,7 @@ use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
 use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
+use std::ops::Range;
 
 /// How long we don't name a page after it was in use, nanoseconds: the first time, and at most.
 const BUSY_NS: u64 = 10_000_000_000;
@@ -20,8 +21,11 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages that we saw in a frame of their own before they were merged, if they held zeros or the region has relatives.
     pub own: PageSet,
-    /// Pages we merged on request, as far as we know.
+    /// Pages we merged on request, as far as we know. Zeros, too: their programs may need the room again.
     pub merged: PageSet,
+    /// Pages that others than the region's family map, as we last saw: fork-shared ones, or on Linux 6.12 ones that an
+    /// earlier run has merged.
+    pub outside: PageSet,
     /// The contents that pages had when they were merged, as 32 bits of their digests. Only kept where a limit is in force
     /// and the kernel hides whether a page is merged and mapped by one process only: a page that still has its content
     /// may be, and a page with another one has been written.
@@ -70,6 +74,16 @@ impl Usage {
             contents.remove(&page);
         }
         self.merged.remove(page)
+    }
+
+    /// Forgets pages that are no longer in the region.
+    pub fn keep_only(&mut self, range: Range<Vpn>) {
+        self.merged.keep_only(&range);
+        self.outside.keep_only(&range);
+        if let Some(contents) = &mut self.contents {
+            contents.retain(|page, _| range.contains(page));
+        }
+        self.cow_breaks.keep_only(range);
     }
 
     /// Records that a page was merged on request. Returns whether it was merged before.
@@ -168,6 +182,17 @@ impl PageSet {
         Pages(self.groups.iter().map(|group| u64::from(group.pages.count_ones())).sum())
     }
 
+    pub fn keep_only(&mut self, range: &Range<Vpn>) {
+        for group in &mut self.groups {
+            for bit in 0..64 {
+                if !range.contains(&Vpn(group.number * 64 + bit)) {
+                    group.pages &= !(1 << bit);
+                }
+            }
+        }
+        self.groups.retain(|group| group.pages != 0);
+    }
+
     pub fn clear(&mut self) {
         *self = Self::default();
     }
@@ -186,6 +211,17 @@ mod tests {
         usage.record_unmerged(Vpn(70));
         assert!(usage.written.contains(Vpn(70)));
         assert!(!usage.record_merged(Vpn(70), 0, Digest(7)) && usage.cow_breaks.observed() == 1);
+    }
+
+    #[test]
+    fn merged_pages_are_forgotten_with_their_part_of_the_region() {
+        let mut usage = Usage::default();
+        for page in [60, 63, 64, 69, 70, 300] {
+            usage.record_merged(Vpn(page), 0, Digest(7));
+        }
+        usage.keep_only(Vpn(63)..Vpn(70));
+        let left: Vec<u64> = (0..400).filter(|&page| usage.merged.contains(Vpn(page))).collect();
+        assert_eq!((left, usage.merged.len()), (vec![63, 64, 69], Pages(3)));
     }
 
     #[test]

@@ -113,7 +113,9 @@ impl SimHost {
             looked_at += 1;
             let is_read = state.is_read(family.is_some());
             let mut outsiders = false;
-            if let Some(family) = family.filter(|family| !family.is_empty() && state == PageState::Shared) {
+            // A kernel that hides lone merged pages doesn't tell merged pages from fork-shared ones.
+            let may_be_forked = state == PageState::Shared || state == PageState::Merged && !self.knobs.shows_lone;
+            if let Some(family) = family.filter(|family| !family.is_empty() && may_be_forked) {
                 outsiders = self.memory.has_outsiders(region, offset, family);
                 looked_at += family.len() as u64;
                 looked_up += 1;

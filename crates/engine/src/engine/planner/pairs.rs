@@ -42,9 +42,14 @@ impl Planner for Pairs {
         Actions { unmark, merge, moves, ..Actions::default() }
     }
 
-    /// The pages that we've merged, or all resident pages if others may have been merged, too.
+    /// The pages that we've merged, or all resident pages if others may have been merged, too. Where the kernel calls
+    /// fork-shared pages merged, an earlier run may have merged those that outsiders map.
     fn mergeable(&self, region: &Region) -> Pages {
-        if region.usage.readings_due > 0 { region.resident() } else { region.usage.merged.len() }
+        if region.usage.readings_due > 0 {
+            return region.resident();
+        }
+        let outside = if region.is_named() { region.usage.outside.len() } else { Pages(0) };
+        region.usage.merged.len() + outside
     }
 
     /// All duplicates that we found in the region.
