@@ -93,6 +93,26 @@ impl SimHost {
         cost_ns + surveyed_ns
     }
 
+    /// Whether a page in this state may be shared through fork. A kernel that hides lone merged pages calls such pages
+    /// merged.
+    fn may_be_forked(&self, state: PageState) -> bool {
+        state == PageState::Shared || state == PageState::Merged && !self.knobs.shows_lone
+    }
+
+    /// The digest of a content by some of its lines, if that's enough.
+    fn weak_digest(&self, content: u64, plan: &SamplePlan) -> Option<Digest> {
+        let weak = line_digest(content, plan.digest_seed, plan.lines?, self.knobs.alike);
+        let is_enough = weak != Digest::ZERO && !plan.colliding.contains(&weak);
+        is_enough.then_some(weak)
+    }
+
+    /// What it costs to read a page, or to hash so many lines of it.
+    fn read_page_ns(&self, lines: Option<u32>) -> u64 {
+        let costs = &self.costs;
+        let Some(lines) = lines else { return costs.read_page_ns };
+        costs.hash_page_ns + (u64::from(lines) * costs.hash_line_ns).min(costs.hash_whole_ns)
+    }
+
     /// Samples one run. Returns the cost in nanoseconds.
     fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
@@ -113,25 +133,19 @@ impl SimHost {
             looked_at += 1;
             let is_read = state.is_read(family.is_some());
             let mut outsiders = false;
-            // A kernel that hides lone merged pages doesn't tell merged pages from fork-shared ones.
-            let may_be_forked = state == PageState::Shared || state == PageState::Merged && !self.knobs.shows_lone;
-            if let Some(family) = family.filter(|family| !family.is_empty() && may_be_forked) {
+            if let Some(family) = family.filter(|family| !family.is_empty() && self.may_be_forked(state)) {
                 outsiders = self.memory.has_outsiders(region, offset, family);
                 looked_at += family.len() as u64;
                 looked_up += 1;
             }
             read += u64::from(is_read);
-            let content = region.content[offset as usize];
-            let found = match plan.lines {
-                _ if !is_read => Digest::ZERO,
-                None => digest(content, plan.digest_seed),
-                Some(lines) => {
-                    let weak = line_digest(content, plan.digest_seed, lines, self.knobs.alike);
-                    let is_strong = weak == Digest::ZERO || plan.colliding.contains(&weak);
-                    whole += u64::from(is_strong);
-                    if is_strong { digest(content, plan.digest_seed) } else { weak }
-                }
-            };
+            let mut found = Digest::ZERO;
+            if is_read {
+                let content = region.content[offset as usize];
+                let weak = self.weak_digest(content, plan);
+                whole += u64::from(weak.is_none() && plan.lines.is_some());
+                found = weak.unwrap_or_else(|| digest(content, plan.digest_seed));
+            }
             let private = state == PageState::Private;
             let huge = private && region.is_huge(offset);
             looked_up += u64::from(private && asked);
@@ -149,13 +163,8 @@ impl SimHost {
             });
         }
         let costs = &self.costs;
-        let (run_ns, read_ns) = match plan.lines {
-            None => (costs.read_run_ns, costs.read_page_ns),
-            Some(lines) => {
-                let lines_ns = (u64::from(lines) * costs.hash_line_ns).min(costs.hash_whole_ns);
-                (costs.hash_run_ns, costs.hash_page_ns + lines_ns)
-            }
-        };
+        let run_ns = if plan.lines.is_none() { costs.read_run_ns } else { costs.hash_run_ns };
+        let read_ns = self.read_page_ns(plan.lines);
         let started = if read > 0 { run_ns } else { 0 };
         // If a run is longer than a sample, we read all of its real pages.
         let times =
