@@ -199,12 +199,15 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 }
 
 /// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon is running. If the
-/// daemon refuses the list, we write the former one again.
+/// daemon refuses the list, we write the former one again, and dropping `file` removes what it has created.
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<ScopeSpec>> {
     let former = file.list.clone();
     let scope = file.set(list)?;
     let refusal = match reload_when_ready() {
-        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope.to_string() => return Ok(Some(scope)),
+        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope.to_string() => {
+            file.keep();
+            return Ok(Some(scope));
+        }
         Ok(other) if other.file == args.config => {
             let line = format!(
                 "the running pagefold has another scope ({}): it was started with one, or sees other files; nothing is \
@@ -217,7 +220,10 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
             let line = format!("the running pagefold reads {0}; add --config {0}", shown(&other.file));
             Exit::new(exit::FAILURE, line).into()
         }
-        Err(error) if code_of(&error) == exit::NO_DAEMON && !is_running() => return Ok(None),
+        Err(error) if code_of(&error) == exit::NO_DAEMON && !is_running() => {
+            file.keep();
+            return Ok(None);
+        }
         Err(error) => error,
     };
     if let Err(error) = file.set(former) {

@@ -11,7 +11,7 @@ use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::lease::KsmPaths;
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_text::exit::{self, Exit};
-use std::fs::{File, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -31,12 +31,41 @@ pub struct EnabledFile {
     pub list: Vec<Selector>,
     /// All configuration files but this one.
     others: Vec<Layer>,
+    created: Created,
     _lock: Option<Lock>,
+}
+
+/// The files and directories that we've created, in this order. Dropping this removes them, unless they're kept.
+#[derive(Debug, Default)]
+struct Created(Vec<PathBuf>);
+
+impl Created {
+    fn directory(&mut self, path: &Path) -> Result<(), String> {
+        let was_there = path.exists();
+        create_directory(path)?;
+        if !was_there {
+            self.0.push(path.to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Created {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            let removed = if path.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
+            // A directory that holds something else stays, and so does the file that it belongs to.
+            if removed.is_err() {
+                break;
+            }
+        }
+    }
 }
 
 impl EnabledFile {
     /// Reads the file, which need not exist. Nobody else can change it until we drop the result. With `create`, we
-    /// create the configuration file if there's none, so that its drop-ins are read.
+    /// create the configuration file if there's none, so that its drop-ins are read. Dropping the result removes what we
+    /// created, unless [`Self::keep`] was called.
     ///
     /// # Errors
     /// A configuration file is invalid, or not safely owned.
@@ -48,10 +77,12 @@ impl EnabledFile {
             }
             error => Exit::new(exit::FAILURE, format!("{error}; check /run/pagefold")),
         })?;
+        let mut created = Created::default();
         if create {
-            create_main(main).map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(main))))?;
+            create_main(main, &mut created)
+                .map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(main))))?;
         }
-        Ok(Self { _lock: Some(lock), ..Self::read(main)? })
+        Ok(Self { created, _lock: Some(lock), ..Self::read(main)? })
     }
 
     fn read(main: &Path) -> Result<Self, Exit> {
@@ -66,7 +97,7 @@ impl EnabledFile {
                 return Err(Exit::new(exit::USAGE, line));
             }
         }
-        Ok(Self { main: main.to_owned(), path, list, others, _lock: None })
+        Ok(Self { main: main.to_owned(), path, list, others, created: Created::default(), _lock: None })
     }
 
     /// Replaces the list, and returns the scope of all files. Changes nothing if the configuration would be
@@ -80,6 +111,11 @@ impl EnabledFile {
         written.map_err(|why| Exit::new(exit::FAILURE, format!("{} {why}", shown(&self.path))))?;
         self.list = list;
         Ok(scope)
+    }
+
+    /// Keeps the files that we've created.
+    pub fn keep(&mut self) {
+        self.created.0.clear();
     }
 
     fn check(&self, list: &[Selector]) -> Result<ScopeSpec, Exit> {
@@ -98,9 +134,9 @@ impl EnabledFile {
         Ok(settings.scope.spec())
     }
 
-    fn write(&self, list: &[Selector]) -> Result<(), String> {
+    fn write(&mut self, list: &[Selector]) -> Result<(), String> {
         if let Some(directory) = self.path.parent() {
-            create_directory(directory)?;
+            self.created.directory(directory)?;
         }
         let list = list.to_vec().written();
         let text = format!("# Written by pagefold enable and disable.\n[scope]\nenabled = {list}\n");
@@ -117,20 +153,20 @@ impl EnabledFile {
 }
 
 /// Creates the configuration file if there's none. Never replaces a file, nor a symbolic link whose target is missing.
-fn create_main(path: &Path) -> Result<(), String> {
+fn create_main(path: &Path, created: &mut Created) -> Result<(), String> {
     if !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(());
     }
     if let Some(directory) = path.parent() {
-        create_directory(directory)?;
+        created.directory(directory)?;
     }
     let place = Place::of(path)?;
     let fill = |mut file: File| {
         file.set_permissions(Permissions::from_mode(0o644))?;
         file.write_all(b"# See pagefold.toml(5).\n")
     };
-    let created = File::create_new(&place.path).and_then(fill);
-    created.map_err(|error| format!("cannot be created: {error}; run as root"))
+    let opened = File::create_new(&place.path).inspect(|_| created.0.push(place.path.clone()));
+    opened.and_then(fill).map_err(|error| format!("cannot be created: {error}; run as root"))
 }
 
 fn replace(path: &Path, text: &str) -> Result<(), String> {
@@ -156,7 +192,7 @@ mod tests {
     fn configuration() -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let main = dir.path().join("pagefold.toml");
-        create_main(&main).unwrap();
+        fs::write(&main, "").unwrap();
         (dir, main)
     }
 
@@ -183,6 +219,36 @@ mod tests {
         file.set(Vec::new()).unwrap();
         assert!(!file.path.exists());
         assert_eq!(scope(&main), "--exe redis-server");
+    }
+
+    #[test]
+    fn what_was_created_is_removed_again_unless_it_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let main = dir.path().join("pagefold").join("pagefold.toml");
+        let enable = || {
+            let mut created = Created::default();
+            create_main(&main, &mut created).unwrap();
+            let mut file = EnabledFile { created, ..EnabledFile::read(&main).unwrap() };
+            file.set(vec![selector("exe", "a")]).unwrap();
+            file
+        };
+        let mut refused = enable();
+        refused.set(Vec::new()).unwrap();
+        drop(refused);
+        assert!(!dir.path().join("pagefold").exists());
+        // If the list can't be undone, it stays valid.
+        drop(enable());
+        assert_eq!(scope(&main), "--exe a");
+        let mut refused = EnabledFile::read(&main).unwrap();
+        refused.set(Vec::new()).unwrap();
+        drop(refused);
+        assert!(additions(&main).exists(), "this call didn't create it");
+        fs::remove_dir_all(dir.path().join("pagefold")).unwrap();
+        let mut kept = enable();
+        kept.keep();
+        kept.set(Vec::new()).unwrap();
+        drop(kept);
+        assert!(main.exists() && additions(&main).exists());
     }
 
     #[test]
