@@ -3,21 +3,23 @@
 
 use super::status::Status;
 use crate::config::enabled::EnabledFile;
-use crate::config::flags::NameFlags;
+use crate::config::flags::{DenyFlags, NameFlags};
+use crate::config::options::Options;
 use crate::config::ownership::shown;
 use crate::config::scope::explain;
-use crate::config::settings::DEFAULT_FILE;
+use crate::config::settings::{DEFAULT_FILE, deny_list, load, merged};
 use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
 use crate::preflight;
 use anyhow::Result;
 use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::scope::exe::Matching;
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_among, resolve_for_including,
 };
 use pagefold_ksm::lock::{self, LOCK_PATH};
 use pagefold_procmem::Roots;
-use pagefold_text::escape::shell_word;
+use pagefold_text::escape::{printable, shell_word};
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::program::code_of;
 use pagefold_text::progress::Progress;
@@ -142,6 +144,14 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
     let outcome = if daemon == DaemonState::Absent || pids.is_empty() { None } else { Some(wait_for_saving(&pids)?) };
     let flag = args.file_flag();
     text += &describe_enabled(&daemon, outcome.as_ref(), &flag, Style::of_stdout());
+    if outcome.is_none() {
+        let options = merged(&load(&args.config)?);
+        for selector in &spec.0 {
+            if let Some(warning) = denial(selector, &options, &args.config) {
+                complain!("{warning}");
+            }
+        }
+    }
     text.line(format!("To undo this: pagefold disable {spec}{flag}"));
     style::print(&text)?;
     Ok(exit::OK)
@@ -182,6 +192,22 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     }
     style::print(&describe_disabled(&spec, &daemon, &outcome, kept))?;
     Ok(exit::OK)
+}
+
+/// A warning if the deny list leaves alone what this selector names, although it's in scope.
+fn denial(selector: &Selector, options: &Options, file: &Path) -> Option<String> {
+    let Selector::Exe(program) = selector else { return None };
+    let name = program.rsplit('/').next().unwrap_or_default();
+    let is_named = |asked: &[u8]| asked == program.as_bytes() || asked == name.as_bytes();
+    let matches = |asked: &[u8]| if is_named(asked) { Matching::Yes } else { Matching::No };
+    let list = deny_list(options, &DenyFlags::default());
+    let entry = list.entry_for(&[name.into(), name.into()], matches)?;
+    let change = if options.denied.iter().flatten().any(|denied| denied == entry) {
+        format!("remove it from also in [deny] of {}", shown(file))
+    } else {
+        format!("add except = [\"{}\"] to [deny] of {}", printable(name.as_bytes()), shown(file))
+    };
+    Some(format!("{selector} is left alone: on the deny list ({entry}); to merge it, {change}"))
 }
 
 /// Writes the list and makes the daemon read it, or starts the daemon.
@@ -415,6 +441,21 @@ mod tests {
         text += &describe_disabled(&spec(), &DaemonState::Reloaded(ScopeSpec::default()), &done, 0);
         text += &describe_disabled(&spec(), &DaemonState::Absent, &waiting, 0);
         golden::check("enable.txt", &text);
+    }
+
+    #[test]
+    fn a_program_on_the_deny_list_is_no_silent_success() {
+        let file = Path::new(DEFAULT_FILE);
+        let chromium = Selector::Exe("/usr/bin/chromium".to_owned());
+        let warning = |options: &Options| denial(&chromium, options, file);
+        let line = "--exe /usr/bin/chromium is left alone: on the deny list (chromium*); to merge it, \
+                    add except = [\"chromium\"] to [deny] of /etc/pagefold/pagefold.toml";
+        assert_eq!(warning(&Options::default()).as_deref(), Some(line));
+        let allowed = Options { allowed: Some(vec!["chromium".to_owned()]), ..Options::default() };
+        assert_eq!(warning(&allowed), None);
+        let denied = Options { denied: Some(vec!["chromium".to_owned()]), ..allowed };
+        assert!(warning(&denied).unwrap().contains("remove it from also"));
+        assert_eq!(denial(&spec().0[0], &Options::default(), file), None);
     }
 
     #[test]

@@ -182,7 +182,8 @@ pub fn deny_list_with(flags: &DenyFlags) -> Result<DenyList, Exit> {
     Ok(deny_list(&bounds_of_file()?, flags))
 }
 
-fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
+/// The deny list of these options and the command line.
+pub fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
     let programs = in_file.programs.clone().map_or_else(DenyList::default, DenyList::new);
     let workloads = in_file.denied_workloads.iter().flatten().map(|name| Workload::parse(name));
     flags.apply(DenyFlags(Box::new(in_file.clone())).apply(programs.denying(workloads)))
