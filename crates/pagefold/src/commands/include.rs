@@ -1,6 +1,6 @@
 //! `pagefold include`: lets pagefold merge processes again that `pagefold exclude` or `unmerge` has kept out.
 
-use crate::config::scope::{ScopeArgs, explain};
+use crate::config::scope::{ScopeArgs, explain, with_descendants};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
 use crate::kept_out;
@@ -17,6 +17,7 @@ use pagefold_text::style::{self, Lines, Style};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Debug, clap::Args)]
+#[command(mut_arg("pid", with_descendants))]
 pub struct IncludeArgs {
     #[command(flatten)]
     pub scope: ScopeArgs,

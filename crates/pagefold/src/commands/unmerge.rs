@@ -5,7 +5,7 @@
 
 use crate::audit::{Audit, Demand, Entry, Owner};
 use crate::config::flags::AuditFlags;
-use crate::config::scope::{ScopeArgs, explain};
+use crate::config::scope::{ScopeArgs, explain, with_descendants};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
 use crate::kept_out;
@@ -36,6 +36,7 @@ const PASSES: u32 = 5;
 const PASS_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
+#[command(mut_arg("pid", with_descendants))]
 pub struct UnmergeArgs {
     #[command(flatten)]
     pub scope: ScopeArgs,

@@ -4,7 +4,7 @@ use crate::config::flags::ScopeFlags;
 use crate::config::options::Options;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
+use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
@@ -82,6 +82,11 @@ impl FromArgMatches for ScopeArgs {
 }
 
 /// Parses a pid.
+/// The flag `--pid` of commands that undo, where it also covers the descendants.
+pub fn with_descendants(pid: Arg) -> Arg {
+    pid.help("These processes and all their descendants (may be repeated, or separated by commas)")
+}
+
 ///
 /// # Errors
 /// It's not a number above 0.
