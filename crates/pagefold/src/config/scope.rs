@@ -9,6 +9,7 @@ use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
+use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::process::ReadError;
 use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
@@ -81,12 +82,12 @@ impl FromArgMatches for ScopeArgs {
     }
 }
 
-/// Parses a pid.
 /// The flag `--pid` of commands that undo, where it also covers the descendants.
 pub fn with_descendants(pid: Arg) -> Arg {
     pid.help("These processes and all their descendants (may be repeated, or separated by commas)")
 }
 
+/// Parses a pid.
 ///
 /// # Errors
 /// It's not a number above 0.
@@ -152,6 +153,10 @@ impl fmt::Display for ScopeArgs {
 
 /// The exit code and advice for a scope that we can't resolve.
 pub fn explain(error: &ScopeError) -> Exit {
+    explain_to(error, own_uid() == 0)
+}
+
+fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
         ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: check with ps"),
@@ -171,6 +176,9 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::NoMatch(scope) => match scope.strip_prefix("--exe ") {
             Some(name) if is_unit(name) => {
                 return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
+            }
+            _ if scope.contains("--exe ") && !is_root => {
+                (exit::NOT_PERMITTED, "run as root: only root sees which programs other users' processes run")
             }
             _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows running programs"),
         },
@@ -219,7 +227,9 @@ mod tests {
             assert!(explain(&error).line.ends_with("; try --unit a.slice"), "{error}");
         }
         let several = ScopeError::NoMatch("--exe a --exe b.service".into());
-        assert!(explain(&several).line.contains("; check the spelling"));
+        assert!(explain_to(&several, true).line.contains("; check the spelling"));
+        let hidden = explain_to(&several, false);
+        assert!(hidden.code == exit::NOT_PERMITTED && hidden.line.contains("; run as root"), "{hidden}");
     }
 
     #[test]
