@@ -41,13 +41,18 @@ pub struct ConfigArgs {
 /// Runs either command, and returns the exit code.
 pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
-    let layers = load(&args.file)?;
-    let settings = Settings::of_options(&RunArgs::default(), Some(&args.file), merged(&layers))?;
+    /// The same, as other commands take it
+    #[arg(long, value_name = "FILE", hide = true, conflicts_with = "file")]
+    config: Option<PathBuf>,
+    let file = args.config.as_ref().unwrap_or(&args.file);
+    let layers = load(file)?;
+    let options = merged(&layers);
+    let settings = Settings::of_options(&RunArgs::default(), Some(file), options.clone())?;
     let mut text = String::new();
     match command {
         ConfigCommand::Show(_) => text = self::text(&layers),
         ConfigCommand::Check(_) if !settings.scope.is_selective() => {
-            return Err(without_scope(&args.file).into());
+            return Err(without_scope(file).into());
         }
         ConfigCommand::Check(_) => {
             let installed = installed();
