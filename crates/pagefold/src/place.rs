@@ -1,7 +1,7 @@
 //! Files that we replace as a whole: we fill a new file beside the old one and rename it. A crash leaves the old one.
 
 use crate::config::ownership::{self, shown};
-use pagefold_text::exit::Exit;
+use pagefold_text::exit::{self, Exit};
 use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -28,6 +28,15 @@ fn of_service(name: &str) -> Option<PathBuf> {
     // The variable may name several directories, separated by colons.
     let first = directory.to_str()?.split(':').next()?;
     if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
+}
+
+/// Checks the place of a file that a run writes, if it's named. `what` is the file in words.
+///
+/// # Errors
+/// The exit code is 2.
+pub fn of_file(what: &str, path: Option<&Path>) -> Result<(), Exit> {
+    let Some(path) = path else { return Ok(()) };
+    Place::of(path).map(drop).map_err(|why| Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path))))
 }
 
 /// Creates a directory that only root can write, if there's none. Its parent must exist.

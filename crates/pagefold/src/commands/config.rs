@@ -4,10 +4,15 @@ use crate::config::args::RunArgs;
 use crate::config::config_file::nearest;
 use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
-use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
+use crate::config::scope::explain;
+use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, load, merged};
+use crate::place;
 use anyhow::Result;
 use pagefold_engine::config::Config;
-use pagefold_host::scope::{ScopeSpec, Selector, resolve_for_undoing};
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::domain::DEFAULT;
+use pagefold_host::scope::exe::Matching;
+use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, resolve_for_undoing};
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Lines};
@@ -36,14 +41,14 @@ pub struct ConfigArgs {
     /// The configuration file; the files in FILE.d are read after it
     #[arg(value_name = "FILE", default_value = DEFAULT_FILE)]
     file: PathBuf,
+    /// The same, as other commands take it
+    #[arg(long, value_name = "FILE", hide = true, conflicts_with = "file")]
+    config: Option<PathBuf>,
 }
 
 /// Runs either command, and returns the exit code.
 pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
-    /// The same, as other commands take it
-    #[arg(long, value_name = "FILE", hide = true, conflicts_with = "file")]
-    config: Option<PathBuf>,
     let file = args.config.as_ref().unwrap_or(&args.file);
     let layers = load(file)?;
     let options = merged(&layers);
@@ -55,6 +60,10 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
             return Err(without_scope(file).into());
         }
         ConfigCommand::Check(_) => {
+            check_run(&settings)?;
+            for warning in contradictions(&options) {
+                complain!("{}: {warning}", shown(file));
+            }
             let installed = installed();
             for layer in &layers {
                 text.line(format!("{} is valid", shown(&layer.path)));
@@ -76,6 +85,49 @@ fn without_scope(file: &Path) -> Exit {
         shown(file)
     );
     Exit::new(exit::NO_SCOPE, line)
+}
+
+/// Refuses what a run with these settings would refuse when it opens its files and looks for processes. A selector of
+/// processes that don't run yet is fine.
+fn check_run(settings: &Settings) -> Result<(), Exit> {
+    place::of_file("the learned file", settings.learned.as_deref())?;
+    if let Some(directory) = &settings.fleet.directory {
+        settings.fleet.fleet()?;
+        place::of_file("the sketches", Some(&directory.join("sketches")))?;
+    }
+    place::of_file("the metrics file", settings.metrics.file.as_deref())?;
+    place::of_file("the history", settings.history.as_deref())?;
+    place::of_file("the audit log", settings.audit.as_deref())?;
+    for selector in settings.scope.spec().0 {
+        match selector.resolve(&Roots::default()) {
+            Ok(_) | Err(ScopeError::NoCgroup(_)) => {}
+            Err(error) => return Err(explain(&error)),
+        }
+    }
+    Ok(())
+}
+
+/// Warnings about settings that are valid, but void each other.
+fn contradictions(options: &Options) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let denied = DenyList::new(options.denied.clone().unwrap_or_default());
+    for name in options.allowed.iter().flatten() {
+        let names = [name.clone().into_bytes(), name.clone().into_bytes()];
+        if let Some(entry) = denied.entry_for(&names, |_| Matching::No) {
+            warnings.push(format!("except in [deny] has no effect on {name}: also denies {entry}; remove one of them"));
+        }
+    }
+    if let Some(merged) = &options.merged_domain {
+        let by_user = options.domains_by == Some(DomainSource::User);
+        let is_implied = if by_user { merged.starts_with("user:") } else { merged == DEFAULT };
+        if !is_implied && !options.domain_rules.iter().flatten().any(|rule| rule.name == *merged) {
+            warnings.push(format!(
+                "no rule in [domains] makes the domain {merged}; ksmd merges nothing unless a cgroup's attribute \
+                 user.pagefold.domain names it"
+            ));
+        }
+    }
+    warnings
 }
 
 /// The names of programs in a file's options, except in `[deny] programs`, which replaces the default deny list.
@@ -171,6 +223,42 @@ mod tests {
         let named =
             layer("/1", &format!("[scope]\nexes = [\"y\"]\n[deny]\nprograms = [\"n\"]\nalso = [\"z\"]\n{rules}"));
         assert_eq!(programs_of(&named.options), ["y", "z", "x"]);
+    }
+
+    #[test]
+    fn what_a_run_would_refuse_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("none/file");
+        let refused = |text: &str| {
+            let options = parse(text, "a").unwrap();
+            check_run(&Settings::of_options(&RunArgs::default(), None, options).unwrap()).unwrap_err()
+        };
+        let user = refused("[scope]\nusers = [\"nosuchuser\"]\n");
+        assert!(user.code == exit::NO_SCOPE && user.line.contains("no user nosuchuser"), "{user}");
+        assert!(refused("[fleet]\ndirectory = \"/\"\n").line.contains("need the fleet's key"));
+        for key in ["[history]\npath", "[history]\nlearned", "[metrics]\ntextfile", "[audit]\nfile"] {
+            let error = refused(&format!("{key} = \"{}\"\n", missing.display()));
+            assert!(error.code == exit::USAGE && error.line.contains("none/file cannot be created"), "{error}");
+        }
+        let waiting = "[scope]\nexes = [\"later\"]\nunits = [\"later\"]\ncgroups = [\"/sys/fs/cgroup/later\"]\n";
+        let settings = Settings::of_options(&RunArgs::default(), None, parse(waiting, "a").unwrap()).unwrap();
+        assert_eq!(check_run(&settings), Ok(()));
+    }
+
+    #[test]
+    fn settings_that_void_each_other_are_doubted() {
+        let warned = |text: &str| contradictions(&parse(text, "a").unwrap()).len();
+        let rule = "[[domains.rule]]\nname = \"a\"\nuser = 33\n";
+        for (text, warnings) in [
+            ("[deny]\nalso = [\"a*\", \"b\"]\nexcept = [\"ab\", \"b\", \"c\"]\n", 2),
+            ("[domains]\nmerge = \"a\"\n", 1),
+            (&format!("[domains]\nmerge = \"a\"\n{rule}"), 0),
+            ("[domains]\nmerge = \"default\"\n", 0),
+            ("[domains]\nmerge = \"default\"\nby = \"user\"\n", 1),
+            ("[domains]\nmerge = \"user:33\"\nby = \"user\"\n", 0),
+        ] {
+            assert_eq!(warned(text), warnings, "{text}");
+        }
     }
 
     fn layer(path: &str, text: &str) -> Layer {
