@@ -27,7 +27,6 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["scan", "--json=true"], "scan --json"),
     (&["run", "--pid", "redis-server"], "run --exe redis-server"),
     (&["scan", "--pid=my server"], "scan '--exe=my server'"),
-    (&["top", "--since", "6"], "top --since 6h"),
     // words whose nearest command does the opposite
     (&["unexclude", "redis-server"], "include redis-server"),
     (&["unpause"], "resume"),
@@ -45,6 +44,8 @@ const WORK: &[&[&str]] = &[
     &["scan", "4711"],
     &["scan", "/usr/bin/redis-server"],
     &["run", "redis-server", "--for", "60"],
+    &["top", "--since", "3600"],
+    &["run", "--all", "--metrics-interval", "15"],
     &["run", "--pid", "4711", "4712", "4713"],
     &["unmerge", "4711"],
     &["explain", "redis-server"],

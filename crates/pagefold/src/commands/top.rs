@@ -12,6 +12,7 @@ mod tests;
 
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use crate::config::args::seconds;
 use crate::config::ownership;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
@@ -57,7 +58,7 @@ const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, clap::Args)]
 pub struct TopArgs {
     /// Begin with the savings of the last hours or days (2h, 30d), even if no pagefold is running
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = seconds)]
     pub since: Option<Duration>,
     /// Read the history from this file, which the daemon writes
     #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]

@@ -1,5 +1,6 @@
 //! The types of options: how we read each from a flag or a file, and how we write it to a file.
 
+use crate::config::args::seconds;
 use crate::config::config_file::{Given, Problem, Source};
 use crate::config::options::{Options, all};
 use crate::config::settings::{DomainSource, MechanismChoice};
@@ -61,9 +62,9 @@ impl Allowed {
             Self::Share(_) => {
                 percent(text).ok_or_else(|| format!("'{text}' is not a percentage; give a number such as 10 or 0.5"))?
             }
-            Self::Time(_) => humantime::parse_duration(text)
-                .map(nanos)
-                .map_err(|_| format!("'{text}' is not a time; give a number and a unit, such as 100ms"))?,
+            Self::Time(range) => seconds(text).map(nanos).map_err(|_| {
+                format!("'{text}' is not a time; give a number and a unit, such as {}", self.show(*range.end()))
+            })?,
             _ => text.parse().map_err(|_| format!("'{text}' is not a valid number; give one from {expected}"))?,
         };
         match self {
