@@ -39,7 +39,6 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("monitor", "top"),
     ("ps", "top"),
     ("start", "run"),
-    ("stop", "pause"),
     ("undo", "unmerge"),
     ("unexclude", "include"),
     ("unpause", "resume"),
@@ -58,6 +57,10 @@ pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     }
     let command = Cli::command();
     let leaf = leaf(&command, words);
+    if error.kind() == ErrorKind::InvalidSubcommand && context(error, ContextKind::InvalidSubcommand) == ["stop"] {
+        let name = command.get_name();
+        return format!("{problem}; a service ends by systemctl stop {name}, a run by Ctrl-C in its terminal");
+    }
     match mended::<Cli>(error, words).or_else(|| example(error, &leaf.command)) {
         Some(line) => format!("{problem}; try {line}"),
         None => format!("{problem}; see {} --help", leaf.path),
@@ -263,6 +266,7 @@ mod tests {
             ("tool scan --pid 1.5", "see tool scan --help"),
             ("tool scan --frobnicate", "see tool scan --help"),
             ("tool frobnicate", "see tool --help"),
+            ("tool stop", "a service ends by systemctl stop tool, a run by Ctrl-C in its terminal"),
             ("tool inscan --exe a", "see tool --help"),
             ("tool scan --exe a --docker b --docker c", "see tool scan --help"),
             ("tool run", "try tool run --config a.toml x"),
