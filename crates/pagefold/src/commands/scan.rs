@@ -39,7 +39,7 @@ use pagefold_text::style;
 use reader::ScanReader;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use survey::{Survey, Surveyed, Wanted};
 
 #[derive(Clone, Debug, clap::Args)]
@@ -65,7 +65,8 @@ pub struct ScanArgs {
     /// Also write the result to this file, as a web page
     ///
     /// The page is self-contained, and also shows which workloads have copies of each other's memory. For that we read
-    /// every page. If there are more than 16 GiB, we read a sample of that much.
+    /// every page. If there are more than 16 GiB, we read a sample of that much. If the file is -, only the page is
+    /// written, to standard output.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -79,9 +80,17 @@ pub fn run(args: &ScanArgs) -> Result<u8> {
         output::print(args.json, &report, |style| why::words::text(&report, style))?;
         return Ok(exit::OK);
     }
+    let is_page_alone = args.html.as_deref() == Some(Path::new(page::STDOUT));
+    if is_page_alone && args.json {
+        let line = "--json and --html - both write to standard output; give --html a file";
+        return Err(Exit::new(exit::USAGE, line).into());
+    }
     let report = scan(args)?;
     if let Some(path) = &args.html {
         page::write(path, &html::page(&report, &Origin::here()))?;
+    }
+    if is_page_alone {
+        return Ok(exit::OK);
     }
     print(args.json, &report)?;
     Ok(exit::OK)

@@ -8,10 +8,12 @@ use pagefold_engine::units::whole;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::html;
 pub use pagefold_text::html::escape;
-use pagefold_text::style::{human, percent};
+use pagefold_text::style::{self, human, percent};
 use std::fmt::Write as _;
 use std::path::Path;
 
+/// As the path of a page, standard output.
+pub const STDOUT: &str = "-";
 const STYLE: &str = include_str!("page.css");
 
 pub fn page(title: &str, body: &str) -> String {
@@ -44,11 +46,14 @@ pub fn clock(seconds: u64) -> String {
     utc(seconds).replace('T', " ").replace('Z', " UTC")
 }
 
-/// Writes a page to a file, which may exist already.
+/// Writes a page to a file, which may exist already, or to standard output for `-`.
 ///
 /// # Errors
 /// We can't write the file, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> Result<()> {
+    if path == Path::new(STDOUT) {
+        return Ok(style::print(page)?);
+    }
     html::write(path, page).map_err(|error| {
         let path = ownership::shown(path);
         Exit::new(exit::FAILURE, format!("cannot write {path}: {error}; give --html a file that can be created")).into()
