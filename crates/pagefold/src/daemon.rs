@@ -156,9 +156,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
     /// Runs until it's stopped, and returns the exit code. `left_alone` are targets that we won't touch.
     pub fn run(mut self, left_alone: Vec<LeftAlone>) -> Result<u8> {
         self.active.log(&Entry::begin("run", self.facts.scope.clone()));
-        for left in left_alone {
-            self.progress.leave_alone(B::TARGET, left);
-        }
+        self.progress.leave_alone(B::TARGET, left_alone);
         self.report_events();
         self.progress.begin();
         let ran = self.run_cycles();
@@ -201,11 +199,12 @@ impl<'a, B: Backend> Daemon<'a, B> {
 
     fn report_events(&mut self) {
         let mut withdrawn: BTreeMap<i32, Changes> = BTreeMap::new();
+        let mut left_alone = Vec::new();
         for event in self.backend.take_events() {
             match event {
                 Event::LeftAlone { pid, name, why } => {
                     self.active.events.add_of_process("left-alone", pid, &name, &why);
-                    self.progress.leave_alone(B::TARGET, LeftAlone { pid, name, reason: why });
+                    left_alone.push(LeftAlone { pid, name, reason: why });
                 }
                 Event::Withdrawn { pid, result, reason } => {
                     if let Some(owner) = self.backend.owner(pid) {
@@ -229,6 +228,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 }
             }
         }
+        self.progress.leave_alone(B::TARGET, left_alone);
         for change in withdrawn.into_values().flatten() {
             self.active.log(&Entry::Unmark(change));
         }

@@ -10,6 +10,7 @@ pub mod survey;
 pub mod table;
 pub mod why;
 
+use crate::commands::run::progress::and_others;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
@@ -35,7 +36,6 @@ use pagefold_procmem::process::ReadError;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::progress::Progress;
-use pagefold_text::style;
 use reader::ScanReader;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
@@ -191,10 +191,7 @@ fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exi
     };
     let reason = process.refused.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = process.scoped.process.pid();
-    let others = match survey.processes.len() - 1 {
-        0 => String::new(),
-        others => format!(" (and so are {})", style::count(others, "other", "others")),
-    };
+    let others = and_others(survey.processes.len() - 1);
     Err(Exit::new(
         exit::REFUSED,
         format!(

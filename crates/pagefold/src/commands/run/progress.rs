@@ -5,6 +5,7 @@ use crate::service::{MessageLimit, ServiceManager};
 use pagefold_engine::engine::Engine;
 use pagefold_text::{progress, style};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// The summary lists at most this many processes that we leave alone, and counts the rest.
@@ -67,16 +68,25 @@ impl Progress {
         }
     }
 
-    /// Reports a process or guest that we leave alone, once for each reason. `noun` is the word for the target.
-    pub fn leave_alone(&mut self, noun: &str, left: LeftAlone) {
-        if self.left_alone.contains(&left) {
-            return;
+    /// Reports processes or guests that we leave alone, each once for each reason: a line for each program and reason.
+    /// `noun` is the word for the target.
+    pub fn leave_alone(&mut self, noun: &str, all: Vec<LeftAlone>) {
+        let mut first: BTreeMap<(String, String), (i32, usize)> = BTreeMap::new();
+        for left in all {
+            if self.left_alone.contains(&left) {
+                continue;
+            }
+            let key = (left.name.clone(), left.reason.clone());
+            first.entry(key).or_insert((left.pid, 0)).1 += 1;
+            if self.left_alone.len() < LISTED_MOST {
+                self.left_alone.push(left);
+            } else {
+                self.left_alone_more += 1;
+            }
         }
-        self.say_of_programs(&format!("{noun} {} ({}) is left alone: {}", left.pid, left.name, left.reason));
-        if self.left_alone.len() < LISTED_MOST {
-            self.left_alone.push(left);
-        } else {
-            self.left_alone_more += 1;
+        for ((name, reason), (pid, number)) in first {
+            let others = and_others(number - 1);
+            self.say_of_programs(&format!("{noun} {pid} ({name}) is left alone: {reason}{others}"));
         }
     }
 
@@ -91,6 +101,15 @@ impl Progress {
     pub fn finish(&self) {
         self.manager.stopping();
         self.line.clear();
+    }
+}
+
+/// How many other targets share a reason, to print after it.
+pub fn and_others(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        1 => " (and so is 1 other)".to_owned(),
+        _ => format!(" (and so are {others} others)"),
     }
 }
 
@@ -121,11 +140,23 @@ mod tests {
         let began = Instant::now();
         for pid in 0..9_000 {
             let name = "gpg".to_owned();
-            progress.leave_alone("process", LeftAlone { pid, name, reason: "on the deny list (gpg)".to_owned() });
+            progress.leave_alone("process", vec![LeftAlone { pid, name, reason: "on the deny list (gpg)".to_owned() }]);
         }
         assert_eq!(progress.left_alone.len(), LISTED_MOST);
         assert_eq!(progress.left_alone_more, 8_000);
         let printed = 9_000 - progress.messages.unprinted();
         assert!(printed <= 101 + began.elapsed().as_secs(), "{printed} lines");
+    }
+
+    #[test]
+    fn equal_processes_share_a_line() {
+        let mut progress = Progress::start();
+        let mut all = Vec::new();
+        for pid in 0..9_000 {
+            all.push(LeftAlone { pid, name: "chrome".to_owned(), reason: "on the deny list (chrome*)".to_owned() });
+        }
+        progress.leave_alone("process", all);
+        assert_eq!((progress.left_alone.len(), progress.messages.unprinted()), (LISTED_MOST, 0));
+        assert_eq!([0, 1, 2].map(and_others), ["", " (and so is 1 other)", " (and so are 2 others)"]);
     }
 }
