@@ -582,7 +582,6 @@ fn survey() -> ScanReport {
         sampled_fraction: 0.0625,
         error_bytes: 9 << 20,
         scope: "--exe redis-server".to_owned(),
-        deny: " --deny 'wallet*'".to_owned(),
         totals: figures(1_001.5),
         processes: vec![
             row(4_001, "redis-server", 1_000.0, None),
@@ -603,7 +602,7 @@ fn survey() -> ScanReport {
         cost: Cost::new(20_512, 34_000_000, 21_000_000),
         of: ("process", "processes"),
         is_host: false,
-        advised: None,
+        command: Some("pagefold run --exe redis-server --deny 'wallet*'".to_owned()),
         matrix: Some(Matrix {
             names: vec!["redis.service".to_owned(), "vm <web1>".to_owned()],
             pages: vec![vec![Some(12_800), Some(256)], vec![Some(250), None]],
@@ -618,8 +617,7 @@ fn a_scan_is_shown() {
     check("scan.txt", &scan::table::text(&found, Style::plain_text()));
     check("scan.json", &json(&found).unwrap());
     check("scan.html", &scan::html::page(&found, &Origin { host: "host1".to_owned(), time: NOW }));
-    let advised = Some("--exe redis-server".to_owned());
-    let host = ScanReport { is_host: true, advised, scope: "--all".to_owned(), ..found.clone() };
+    let host = ScanReport { is_host: true, scope: "--all".to_owned(), ..found.clone() };
     check("scan-host.txt", &scan::table::text(&host, Style::plain_text()));
     let nothing = ScanReport { exact: true, totals: Figures::default(), ..found };
     check("scan-nothing.txt", &scan::table::text(&nothing, Style::plain_text()));

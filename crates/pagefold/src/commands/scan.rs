@@ -159,13 +159,10 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let matrix = memory.contents.map(|contents| contents.matrix(fraction >= 1.0));
     let survey = memory.survey;
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
-    let scope = scope.to_string();
-    let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope, cost);
-    if is_host {
-        report.is_host = true;
-        report.advised = advice::scope(&report).map(|scope| scope.to_string());
-    }
-    Ok(ScanReport { numa, matrix, deny: args.deny.to_string(), ..report })
+    let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope.to_string(), cost);
+    report.is_host = is_host;
+    report.command = advice::command(&report, &scope, &args.deny);
+    Ok(ScanReport { numa, matrix, ..report })
 }
 
 fn reader() -> Result<ScanReader, Exit> {

@@ -1,16 +1,63 @@
-//! After a scan of the whole host, we advise a command that saves memory. Here we choose its scope.
+//! After a scan we advise a command that saves the memory. After a scan of the whole host, we choose its scope, too.
 
 use super::report::{ProcessRow, ScanReport};
+use crate::commands::status::Status;
+use crate::config::args::RunArgs;
+use crate::config::flags::DenyFlags;
+use crate::config::scope::ScopeArgs;
+use crate::config::settings::{DEFAULT_FILE, Settings};
+use crate::control::client::ask;
+use crate::control::protocol::Request;
 use pagefold_engine::sampling::census::bytes_of;
+use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::workload::Workload;
 use pagefold_host::scope::{ProcessInfo, ScopeSpec, Selector, resolve};
+use pagefold_ksm::lock::{self, LOCK_PATH};
 use pagefold_procmem::Roots;
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// We name at most this many processes.
 const NAMES_MOST: usize = 8;
 /// We look at this many programs, the ones with the most savable memory first.
 const PROGRAMS_MOST: usize = 8;
+
+/// The command that saves the memory of a scan with these flags, if there's one: only one pagefold can run.
+pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Option<String> {
+    let spec = if report.is_host { self::scope(report)? } else { scope.spec() };
+    // If we can't read the lock, we aren't root, and can't tell.
+    if !lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some()) {
+        return Some(format!("pagefold run {spec}{deny}"));
+    }
+    let status = ask::<Status>(&Request::Status).ok()?;
+    let pids = if report.is_host {
+        resolve(&spec, &Roots::default()).ok()?.iter().map(ProcessInfo::pid).collect()
+    } else {
+        report.looked_at().map(|row| row.pid).collect()
+    };
+    // `enable` changes the default file, so it works if the daemon has its scope from there.
+    let file = Settings::from(&RunArgs::default(), Some(Path::new(DEFAULT_FILE)));
+    let can_enable = *deny == DenyFlags::default() && file.is_ok_and(|file| file.scope.to_string() == status.run.scope);
+    beside(&status, &spec, &pids, can_enable)
+}
+
+/// The command that makes a running daemon merge these processes, which `spec` selects. `None` if it merges them
+/// already, or if no command makes it.
+fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: bool) -> Option<String> {
+    let mut kept_out = BTreeSet::new();
+    for by in status.programs.kept_out.iter().filter_map(|row| row.uid) {
+        kept_out.insert(Exclusion::KeptOut { by }.to_string());
+    }
+    let mut in_scope = 0;
+    for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
+        if row.left_alone.as_ref().is_some_and(|why| kept_out.contains(why)) {
+            return Some(format!("pagefold include {spec}"));
+        }
+        in_scope += 1;
+    }
+    let has_names = spec.0.iter().all(|selector| !matches!(selector, Selector::Pid(_) | Selector::All));
+    (can_enable && has_names && in_scope < pids.len()).then(|| format!("pagefold enable {spec}"))
+}
 
 /// The scope of the program with the most savable memory: its name if that selects enough of it, else its workload or
 /// its processes. We try out each scope, so that the command works as printed.
@@ -57,4 +104,28 @@ fn selects(spec: &ScopeSpec, rows: &[&ProcessRow]) -> bool {
         }
     }
     selected * 2.0 >= all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::queue::KeptOutRow;
+    use crate::golden::Run;
+
+    #[test]
+    fn beside_a_daemon_the_command_is_one_that_works() {
+        let mut run = Run::by_ksmd();
+        run.seconds(10);
+        let mut status = run.status();
+        let mut pids: BTreeSet<i32> = status.programs.processes.iter().take(2).map(|row| row.pid).collect();
+        let named = ScopeSpec(vec![Selector::Exe("redis-server".to_owned())]);
+        assert_eq!(beside(&status, &named, &pids, true), None, "it's merged already");
+        pids.insert(1);
+        assert_eq!(beside(&status, &named, &pids, true).as_deref(), Some("pagefold enable --exe redis-server"));
+        assert_eq!(beside(&status, &named, &pids, false), None, "the daemon has another scope");
+        assert_eq!(beside(&status, &ScopeSpec::of_pids([1]), &pids, true), None, "enable takes names");
+        status.programs.kept_out = vec![KeptOutRow { selector: "--exe redis-server".to_owned(), uid: Some(7) }];
+        status.programs.processes[0].left_alone = Some(Exclusion::KeptOut { by: 7 }.to_string());
+        assert_eq!(beside(&status, &named, &pids, false).as_deref(), Some("pagefold include --exe redis-server"));
+    }
 }

@@ -39,8 +39,8 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
         table(&mut html, "By workload", "<th>Workload</th><th class=\"n wide\">Processes</th>", rows);
     }
     left_out(&mut html, report);
-    if let Some(command) = report.next_step() {
-        let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(&command));
+    if let Some(command) = report.command.as_ref().filter(|_| report.is_worthwhile()) {
+        let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(command));
     }
     framed("pagefold scan", &html)
 }

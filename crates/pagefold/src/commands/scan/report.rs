@@ -22,9 +22,6 @@ pub struct ScanReport {
     pub sampled_fraction: f64,
     pub error_bytes: u64,
     pub scope: String,
-    /// The scan's flags that change the deny list. The advised command repeats them.
-    #[serde(skip)]
-    pub deny: String,
     pub totals: Figures,
     pub processes: Vec<ProcessRow>,
     pub kinds: Vec<KindRow>,
@@ -41,9 +38,9 @@ pub struct ScanReport {
     /// Whether this is the whole host, because no scope was given.
     #[serde(skip)]
     pub is_host: bool,
-    /// The scope of the advised command, if we scanned the whole host.
+    /// The command that saves the memory, if there's one.
     #[serde(skip)]
-    pub advised: Option<String>,
+    pub command: Option<String>,
     /// How much memory workloads have in common, for the web page only.
     #[serde(skip)]
     pub matrix: Option<Matrix>,
@@ -188,6 +185,7 @@ impl ScanReport {
             }
         }
         rows.sort_by_key(|row| (largest_first(&row.figures), row.pid));
+        let command = Some(format!("pagefold run {scope}"));
         let mut kinds = Vec::new();
         for (kind, figures) in by_kind {
             kinds.push(KindRow { kind: kind.to_string(), figures });
@@ -201,7 +199,6 @@ impl ScanReport {
             sampled_fraction: fraction.min(1.0),
             error_bytes: bytes_of(findings.error),
             scope,
-            deny: String::new(),
             totals,
             processes: rows,
             kinds,
@@ -213,7 +210,7 @@ impl ScanReport {
             cost,
             of: ("process", "processes"),
             is_host: false,
-            advised: None,
+            command,
             matrix: None,
         }
     }
@@ -267,13 +264,9 @@ impl ScanReport {
         format!("Estimated from {read} ({share}, {cpu}); margin of error {error} (95 %).")
     }
 
-    pub fn next_step(&self) -> Option<String> {
-        // Below 1 % merging is hardly worth its cost.
-        if self.totals.savable <= self.totals.resident / 100.0 {
-            return None;
-        }
-        let scope = if self.is_host { self.advised.as_ref()? } else { &self.scope };
-        Some(format!("pagefold run {scope}{}", self.deny))
+    /// Whether there's something to save. Below 1 % merging is hardly worth its cost.
+    pub fn is_worthwhile(&self) -> bool {
+        self.totals.savable > self.totals.resident / 100.0
     }
 }
 

@@ -147,9 +147,11 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
 }
 
 fn next(text: &mut String, report: &ScanReport, style: Style) {
-    text.blank();
-    text.line(match report.next_step() {
-        Some(command) => format!("To save it:  {}", style.good(&command)),
-        None => "There is almost nothing to save here.".to_owned(),
-    });
+    if !report.is_worthwhile() {
+        text.blank();
+        text.line("There is almost nothing to save here.");
+    } else if let Some(command) = &report.command {
+        text.blank();
+        text.line(format!("To save it:  {}", style.good(command)));
+    }
 }
