@@ -134,7 +134,11 @@ fn print_once(status: Status) -> String {
     let rows = u16::try_from(status.programs.processes.len()).unwrap_or(ROWS_MOST).min(ROWS_MOST) + OTHER_ROWS;
     top.update(Answer { time: history::now(), status: Ok(status), explanation: None, history: None });
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
-    screen(&mut top, (columns.clamp(40, 500), rows))
+    let mut text = screen(&mut top, (columns.clamp(40, 500), rows));
+    // The last line names keys.
+    let end = text.trim_end().rfind('\n').unwrap_or(0);
+    text.truncate(text[..end].trim_end().len());
+    text + "\n"
 }
 
 fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {

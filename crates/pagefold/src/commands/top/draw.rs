@@ -254,19 +254,29 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             from_width: 56,
         },
     ];
+    // The last column gets the rest of the width.
+    let mut rest = area.width;
+    for column in columns.iter().filter(|column| area.width >= column.from_width) {
+        if let Constraint::Length(width) = column.width {
+            rest = rest.saturating_sub(width + 1);
+        }
+    }
     let mut rows = Vec::new();
     let all = top.rows();
     let most = all.iter().filter_map(|row| row.saved_bytes).max().unwrap_or(0).max(1) as f64;
     for row in all {
         let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
         let last = match (row.left_alone, row.pid) {
-            (Some(why), _) => Cell::new(format!("left alone: {}", printable(why.as_bytes()))).style(Look::dim()),
-            (None, Some(_)) => Cell::new(row.workload),
+            (Some(why), _) => {
+                let why = format!("left alone: {}", printable(why.as_bytes()));
+                Cell::new(shorten(&why, rest.into())).style(Look::dim())
+            }
+            (None, Some(_)) => Cell::new(shorten(&row.workload, rest.into())),
             (None, None) => Cell::new(""),
         };
         let cells = [
             right(number),
-            Cell::new(printable(row.name.as_bytes())),
+            Cell::new(shorten(&printable(row.name.as_bytes()), name_width.into())),
             right(size(row.memory.resident_bytes)),
             right(saved_size(row.saved_bytes)).style(look.good()),
             Cell::new(bar(row.saved_bytes.unwrap_or(0) as f64 / most, ROW_BAR.into())).style(look.good()),
