@@ -32,20 +32,39 @@ fn pair(large: u64, unit: &str, small: u64, part: &str) -> String {
     if small == 0 { format!("{large} {unit}") } else { format!("{large} {unit} {small} {part}") }
 }
 
-/// Text broken into lines of at most `width` characters, between words.
+/// The units that we print after a number.
+const UNITS: [&str; 12] = ["B", "KiB", "MiB", "GiB", "TiB", "%", "us", "ms", "s", "min", "h", "d"];
+
+/// The words of a text, with each number and its unit as one.
+fn words(text: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        let unit = word.trim_end_matches([',', ';', ':', '.', ')']);
+        match words.last_mut() {
+            Some(last) if last.ends_with(|c: char| c.is_ascii_digit()) && UNITS.contains(&unit) => {
+                last.push(' ');
+                last.push_str(word);
+            }
+            _ => words.push(word.to_owned()),
+        }
+    }
+    words
+}
+
+/// Text broken into lines of at most `width` characters, between words, but not between a number and its unit.
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut length = 0;
-    for word in text.split_whitespace() {
+    for word in words(text) {
         let more = word.chars().count();
         match lines.last_mut() {
             Some(line) if length + 1 + more <= width => {
                 line.push(' ');
-                line.push_str(word);
+                line.push_str(&word);
                 length += 1 + more;
             }
             _ => {
-                lines.push(word.to_owned());
+                lines.push(word);
                 length = more;
             }
         }
@@ -89,4 +108,5 @@ mod tests {
         assert_eq!(wrap("immeasurable", 3), ["immeasurable"]);
         assert!(wrap(" ", 5).is_empty());
     }
+        assert_eq!(wrap("up 118 s, at 20 %: 3 sheep", 9), ["up 118 s,", "at 20 %:", "3 sheep"]);
 }
