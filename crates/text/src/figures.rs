@@ -18,6 +18,7 @@ pub fn time(seconds: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; saturates")]
     let whole = seconds.max(0.0).round() as u64;
     match whole {
+        _ if seconds > 0.0 && seconds < 0.95e-3 => format!("{:.0} us", seconds * 1e6),
         _ if seconds < 0.95 => format!("{:.0} ms", seconds.max(0.0) * 1e3),
         _ if seconds < 9.95 => format!("{seconds:.1} s"),
         0..=119 => format!("{whole} s"),
@@ -87,7 +88,8 @@ mod tests {
     fn times_are_rounded() {
         for (seconds, text) in [
             (0.0, "0 ms"),
-            (0.0731, "73 ms"),
+            (0.000_371, "371 us"),
+            (0.036_716, "37 ms"),
             (2.34, "2.3 s"),
             (59.6, "60 s"),
             (119.0, "119 s"),
@@ -106,7 +108,7 @@ mod tests {
     fn lines_break_between_words() {
         assert_eq!(wrap("one two  three", 7), ["one two", "three"]);
         assert_eq!(wrap("immeasurable", 3), ["immeasurable"]);
+        assert_eq!(wrap("up 118 s, at 20 %: 3 sheep", 9), ["up 118 s,", "at 20 %:", "3 sheep"]);
         assert!(wrap(" ", 5).is_empty());
     }
-        assert_eq!(wrap("up 118 s, at 20 %: 3 sheep", 9), ["up 118 s,", "at 20 %:", "3 sheep"]);
 }

@@ -11,6 +11,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, Mechanism};
 use pagefold_engine::ledger::RequestCounts;
 use pagefold_ksm::RestoreOutcome;
+use pagefold_text::figures::time;
 use pagefold_text::style::{self, Lines, Style};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -154,7 +155,8 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     let kicks = summary.scans;
     let cpu = format!("{cpu_seconds:.2} s by pagefold ({read} pages read), {ksmd:.2} s by ksmd ({kicks} scans)");
     row(&mut text, "CPU", &cpu);
-    row(&mut text, "stops", &format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
+    let longest = time(summary.longest_stop_us / 1e6);
+    row(&mut text, "stops", &format!("{}, the longest {longest}", summary.stops));
     if summary.moved_pages > 0 {
         let moved = format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds);
         row(&mut text, "moved", &moved);

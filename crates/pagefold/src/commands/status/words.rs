@@ -112,11 +112,11 @@ fn headroom(status: &Status) -> Option<String> {
 
 fn stops(status: &Status) -> Option<String> {
     let stops = status.work.stops;
-    let longest = status.work.longest_stop_us;
+    let longest = time(status.work.longest_stop_us / 1e6);
     if stops == 0 {
         return None;
     }
-    Some(format!("{stops} times, to mark a process's memory; the longest {longest:.0} us"))
+    Some(format!("{stops} times, to mark a process's memory; the longest {longest}"))
 }
 
 fn audit(status: &Status) -> Option<String> {
