@@ -223,6 +223,18 @@ fn what_merges_on_request_is_found() {
 }
 
 #[test]
+fn nobody_who_cannot_see_a_running_pagefold_is_advised_to_stop_ksmd() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut facts = MachineFacts::gather(&healthy(dir.path()));
+    facts.lock_holder = Fact::Denied;
+    if let Fact::Is((knobs, _)) = &mut facts.ksm {
+        knobs.run = 1;
+    }
+    let finding = judge(&facts).into_iter().find(|finding| finding.id == "run").unwrap();
+    assert!(finding.severity == Severity::Blocker && finding.todo.contains("run as root"), "{finding:?}");
+}
+
+#[test]
 fn the_finding_about_requests_names_what_merges() {
     use Severity::{Note, Ok};
     let dir = tempfile::tempdir().unwrap();

@@ -100,6 +100,11 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
             "a pagefold whose files are not visible here drives it, or has left it running",
             "see the finding `state`",
         ),
+        1 if facts.lock_holder == Fact::Denied => blocker(
+            "ksmd is running already (run is 1)",
+            "a pagefold may drive it: the lock file, which tells, cannot be read",
+            "run as root, who can tell who runs it",
+        ),
         1 if virt_handler(facts).is_some() => blocker(
             "ksmd is running already (run is 1)",
             "virt-handler, KubeVirt's agent on this node, may have set it",
