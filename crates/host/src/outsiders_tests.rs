@@ -3,7 +3,7 @@ use crate::sampling::{HashMode, RegionRead, SamplingJob, sample};
 use pagefold_engine::hash::Digester;
 use pagefold_engine::keys::RegionKey;
 use pagefold_procmem::memory::{Contents, ReadHow};
-use pagefold_testkit::{Holder, is_root, skip};
+use pagefold_testkit::{Holder, is_root, skip, wait_until};
 
 const PAGES: u32 = 32;
 
@@ -47,8 +47,9 @@ fn pages_that_others_map_are_told_from_those_of_the_family() {
     let whole = |pid| member(pid, &master, PAGES.into());
     let eighths = |expected: [bool; 4]| expected.map(|outsiders| [outsiders; 8]).concat();
     // The worker doesn't map the second eight any more, and as many processes map them as the family has members.
-    let found = outsiders(&master, vec![whole(master.pid()), whole(worker)]);
-    assert_eq!(found, eighths([false, true, true, true]));
+    wait_until("both have written", || {
+        outsiders(&master, vec![whole(master.pid()), whole(worker)]) == eighths([false, true, true, true])
+    });
     let found = outsiders(&master, vec![whole(master.pid()), whole(worker), whole(other)]);
     assert_eq!(found, eighths([false; 4]));
     // The rest of the worker's mapping isn't ours to merge.
