@@ -14,11 +14,13 @@
 //! the first, and nothing is merged while ksmd rests. So pagefold may safely be stopped or killed after merging. Only a
 //! growing program or a lowered limit changes that, and [`crate::relief`] is for those cases.
 //!
-//! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
-//! scope, copies of merged pages are charged where the pages were charged before, so the cgroup never uses more than it
-//! would without merging. This exception ends once a process outside the limit has had memory that may be merged:
-//! otherwise each restart of such processes would lift the bound. A process that was outside only until it was moved
-//! below the limit doesn't count.
+//! Merged zeros count, too. The kernel's zero page is charged to nobody, but the room that they've left may be used up by
+//! the time when their programs write them.
+//!
+//! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
+//! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
+//! a process outside the limit has had memory that may be merged: otherwise each restart of such processes would lift
+//! the bound. A process that was outside only until it was moved below the limit doesn't count.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};

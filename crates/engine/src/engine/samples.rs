@@ -61,12 +61,12 @@ impl Engine {
             }
             PageState::ZeroMapped => {
                 // KSM merges pages of zeros with the zero page. Pages that were never written map the zero page, too.
-                if region.usage.own.contains(sample.page) {
-                    self.observe_merged(slot, sample.page, Digest::ZERO);
-                } else {
+                if !region.usage.own.contains(sample.page) {
                     region.usage.cow_breaks.forget_page(sample.page);
+                    return;
                 }
-                return;
+                self.observe_merged(slot, sample.page, Digest::ZERO);
+                true
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
             PageState::Shared if !region.reads_forked() || sample.outsiders => {
