@@ -176,6 +176,9 @@ impl Engine {
             self.saving.adopt_none(*now_ns);
             self.find_unmerged(&[], Some(&Counted::default()));
         }
+        if self.saving().is_none() {
+            self.saving.note_change();
+        }
         self.record_counted();
     }
 
