@@ -215,10 +215,13 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     assert_promtool(&["check", "metrics"], &page_text);
 
     // Check the file, which every user may read.
-    let text = fs::read_to_string(&file).unwrap();
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o644);
     let names = |text: &str| values(text).into_keys().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(names(&text), names(&page_text));
+    let mut text = String::new();
+    wait_until("the file has the same metrics", || {
+        text = fs::read_to_string(&file).unwrap();
+        names(&text) == names(&page_text)
+    });
     let uptime = values(&text)["pagefold_uptime_seconds"];
     wait_until("the file is written again", || {
         values(&fs::read_to_string(&file).unwrap())["pagefold_uptime_seconds"] > uptime
