@@ -23,7 +23,12 @@ fn page(host: &SimHost, region: RegionKey, number: u64) -> Vpn {
 
 /// A range: the region, the first page and the number of pages to take, and the pages to keep.
 fn range(host: &SimHost, (region, first, pages): (RegionKey, u64, u32), keep: Keep) -> MergeRange {
-    MergeRange { take: PageRun { region, first: page(host, region, first), pages }, keep, needs_merged: false, needs_own: false }
+    MergeRange {
+        take: PageRun { region, first: page(host, region, first), pages },
+        keep,
+        needs_merged: false,
+        needs_own: false,
+    }
 }
 
 fn run_of(host: &SimHost, region: RegionKey, first: u64) -> Keep {
