@@ -6,7 +6,7 @@
 
 use crate::config::ownership;
 use crate::control::protocol::Selectors;
-use crate::place::{Place, create_directory};
+use crate::place::{Place, create_directory, is_there};
 use pagefold_host::scope::kept_out::{ENTRIES_MOST, Entry, KeptOut, KeptOutError, Verdict};
 use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::state_file::boot_id;
@@ -15,7 +15,7 @@ use pagefold_procmem::process::ProcessKey;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread::sleep;
@@ -109,7 +109,7 @@ pub fn write(kept_out: &KeptOut) -> Result<(), String> {
 
 fn read_at(path: &Path, this_boot: &str) -> Result<KeptOut, String> {
     // A dangling symbolic link is an error, not a missing list.
-    if path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+    if !is_there(path) {
         return Ok(KeptOut::default());
     }
     let bytes = Place::of(path)?.read(LENGTH_MOST).map_err(|error| error.to_string())?;

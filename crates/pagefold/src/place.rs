@@ -39,6 +39,11 @@ pub fn of_file(what: &str, path: Option<&Path>) -> Result<(), Exit> {
     Place::of(path).map(drop).map_err(|why| Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path))))
 }
 
+/// Whether there's something with this name, if only a link that leads nowhere, or something that we can't see.
+pub fn is_there(path: &Path) -> bool {
+    !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
+}
+
 /// Creates a directory that only root can write, if there's none. Its parent must exist.
 ///
 /// # Errors

@@ -9,7 +9,7 @@ use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion};
 use pagefold_inject::{InjectError, Injector, is_frozen};
 use pagefold_ksm::lease::TakeError;
-use pagefold_ksm::lock::LockError;
+use pagefold_ksm::lock::{self, LOCK_PATH, LockError};
 use pagefold_ksm::request::{self, RequestDevice, RequestError};
 use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_procmem::os::abandonable::run_abandonable;
@@ -252,6 +252,11 @@ pub fn inject_code(error: &InjectError) -> u8 {
         | InjectError::System { .. } => exit::FAILURE,
         _ => exit::REFUSED,
     }
+}
+
+/// Whether a pagefold controls KSM, even if it doesn't answer. Only root can tell.
+pub fn is_running() -> bool {
+    lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some())
 }
 
 #[cfg(test)]

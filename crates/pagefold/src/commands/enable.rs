@@ -17,7 +17,6 @@ use pagefold_host::scope::exe::Matching;
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_among, resolve_for_including,
 };
-use pagefold_ksm::lock::{self, LOCK_PATH};
 use pagefold_procmem::Roots;
 use pagefold_text::escape::{printable, shell_word};
 use pagefold_text::exit::{self, Exit};
@@ -246,7 +245,7 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
             let line = format!("the running pagefold reads {0}; add --config {0}", shown(&other.file));
             Exit::new(exit::FAILURE, line).into()
         }
-        Err(error) if code_of(&error) == exit::NO_DAEMON && !is_running() => {
+        Err(error) if code_of(&error) == exit::NO_DAEMON && !preflight::is_running() => {
             file.keep();
             return Ok(None);
         }
@@ -267,7 +266,7 @@ fn reload_when_ready() -> Result<Reloaded> {
     loop {
         match ask::<Reloaded>(&Request::Reload) {
             Err(error) if code_of(&error) == exit::NO_DAEMON && began.elapsed() < READY_LIMIT => {
-                if !is_running() {
+                if !preflight::is_running() {
                     return Err(error);
                 }
                 std::thread::sleep(INTERVAL);
@@ -275,11 +274,6 @@ fn reload_when_ready() -> Result<Reloaded> {
             answer => return answer,
         }
     }
-}
-
-/// Whether a pagefold controls KSM, even if it doesn't answer.
-fn is_running() -> bool {
-    lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some())
 }
 
 /// Starts the service, now and at each boot.

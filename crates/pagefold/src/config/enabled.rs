@@ -6,13 +6,13 @@ use crate::config::options::Options;
 use crate::config::ownership::shown;
 use crate::config::settings::{Layer, Settings, additions, load, merged};
 use crate::config::values::Value;
-use crate::place::{Place, create_directory};
+use crate::place::{Place, create_directory, is_there};
 use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::lease::KsmPaths;
 use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_text::exit::{self, Exit};
 use std::fs::{self, File, Permissions};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -154,7 +154,7 @@ impl EnabledFile {
 
 /// Creates the configuration file if there's none. Never replaces a file, nor a symbolic link whose target is missing.
 fn create_main(path: &Path, created: &mut Created) -> Result<(), String> {
-    if !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+    if is_there(path) {
         return Ok(());
     }
     if let Some(directory) = path.parent() {

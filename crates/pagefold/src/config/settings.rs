@@ -9,6 +9,7 @@ use crate::config::scope::{ScopeArgs, explain};
 use crate::config::values::{self, nanos};
 use crate::log::LogLevels;
 use crate::metrics::MetricsSettings;
+use crate::place::is_there;
 use crate::sketch::FleetSettings;
 use pagefold_engine::config::Config;
 use pagefold_engine::governor::Governor;
@@ -23,7 +24,6 @@ use pagefold_host::scope::workload::Workload;
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use std::hash::{BuildHasher, RandomState};
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
@@ -233,15 +233,9 @@ pub fn additions(path: &Path) -> PathBuf {
     additions.into()
 }
 
-/// Whether there's FILE or FILE.d. FILE.d without FILE has lost something, perhaps a denial, so
-/// [`load`] refuses it.
+/// Whether there's FILE or FILE.d. FILE.d without FILE has lost something, perhaps a denial, so [`load`] refuses it.
 fn has_layers(path: &Path) -> bool {
     is_there(path) || is_there(&additions(path))
-}
-
-/// Whether there's something with this name, if only a link that leads nowhere, or something that we can't see.
-fn is_there(path: &Path) -> bool {
-    !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
 /// Reads a file, and then FILE.d/*.toml in the order of their names.

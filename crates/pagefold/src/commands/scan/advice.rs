@@ -8,11 +8,11 @@ use crate::config::scope::ScopeArgs;
 use crate::config::settings::{DEFAULT_FILE, Settings};
 use crate::control::client::ask;
 use crate::control::protocol::Request;
+use crate::preflight;
 use pagefold_engine::sampling::census::bytes_of;
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::workload::Workload;
 use pagefold_host::scope::{ProcessInfo, ScopeSpec, Selector, resolve};
-use pagefold_ksm::lock::{self, LOCK_PATH};
 use pagefold_procmem::Roots;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -26,7 +26,7 @@ const PROGRAMS_MOST: usize = 8;
 pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Option<String> {
     let spec = if report.is_host { self::scope(report)? } else { scope.spec() };
     // If we can't read the lock, we aren't root, and can't tell.
-    if !lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some()) {
+    if !preflight::is_running() {
         return Some(format!("pagefold run {spec}{deny}"));
     }
     let status = ask::<Status>(&Request::Status).ok()?;
