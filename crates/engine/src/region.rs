@@ -230,8 +230,10 @@ impl Region {
     /// Starts to read the region whole, on the top level. If nothing was merged before, we merge it with its kin first.
     pub fn examine(&mut self, top: usize) {
         let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
-        let kin = self.survey.kin.found().filter(|_| is_fresh);
-        self.kin = kin.map(|kin| KinPass { kin, next: Some(self.view.first) });
+        self.kin = match self.survey.kin.found() {
+            Some(kin) if is_fresh => Some(KinPass { kin, next: Some(self.view.first) }),
+            _ => None,
+        };
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
@@ -246,8 +248,10 @@ impl Region {
 
     /// The next page to name by position. Until there's none left, we read none.
     pub fn next_for_kin(&self) -> Option<Vpn> {
-        let next = self.kin.filter(|_| self.life.is_reading())?.next;
-        next.filter(|&next| next < self.end())
+        match self.kin?.next {
+            Some(next) if self.life.is_reading() && next < self.end() => Some(next),
+            _ => None,
+        }
     }
 
     /// Names no more pages by position.

@@ -294,8 +294,9 @@ impl Requests {
         if kept == Some((region, first)) {
             let is_marked =
                 !matches!(merging, Merging::Untried | Merging::Busy | Merging::Ineligible | Merging::Unknown);
-            if let Some(region) = table.at_mut(region, first).filter(|_| is_marked) {
-                region.usage.named = true;
+            match table.at_mut(region, first) {
+                Some(region) if is_marked => region.usage.named = true,
+                _ => {}
             }
             return None;
         }

@@ -40,9 +40,10 @@ pub(crate) struct SharedPage {
 impl SharedPage {
     /// `None` if we can't tell how many processes map it.
     pub(crate) fn of(view: &PageView<'_>, at: usize) -> Option<Self> {
-        let is_counted = !view.compound || counts_each_page();
-        let frame = view.frame.filter(|_| is_counted)?;
-        Some(Self { page: view.page, frame, at, members: 0 })
+        if view.compound && !counts_each_page() {
+            return None;
+        }
+        Some(Self { page: view.page, frame: view.frame?, at, members: 0 })
     }
 }
 

@@ -66,14 +66,14 @@ pub fn stretches(
         let pages = detail.vma.pages();
         let resident = Pages(detail.anonymous_kib / 4);
         let marked = if is_marked { pages } else { Pages(0) };
-        match stretches.last_mut().filter(|_| goes_on) {
-            Some(stretch) => {
+        match stretches.last_mut() {
+            Some(stretch) if goes_on => {
                 stretch.pages += pages;
                 stretch.resident += resident;
                 stretch.marked += marked;
                 stretch.huge |= detail.anon_huge_kib > 0;
             }
-            None => stretches.push(Stretch {
+            _ => stretches.push(Stretch {
                 first: detail.vma.first(),
                 pages,
                 resident,

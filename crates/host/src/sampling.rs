@@ -202,9 +202,12 @@ impl PlanReading {
         shared.sort_unstable_by_key(|page| page.page);
         shared.dedup_by_key(|page| page.page);
         let frames: Vec<u64> = shared.iter().map(|page| page.frame).collect();
+        if frames.is_empty() {
+            return;
+        }
         // We count all mappings first. If a member then writes its page, we find too few members, never too many.
         let Ok(mappers) = mappers_of(&frames) else { return };
-        for member in family.iter().filter(|_| !frames.is_empty()) {
+        for member in family {
             if !self.progress.begin(&member.process) {
                 return;
             }

@@ -144,10 +144,13 @@ impl Events {
             same.times += 1;
             return;
         }
-        if let Some((journal, limit)) = self.journal.as_mut().filter(|_| !event.is_printed()) {
-            if event.pid.is_none() || limit.admit(Instant::now()).is_some() {
-                journal.add(&event.fields(self.dry_run));
+        match &mut self.journal {
+            Some((journal, limit)) if !event.is_printed() => {
+                if event.pid.is_none() || limit.admit(Instant::now()).is_some() {
+                    journal.add(&event.fields(self.dry_run));
+                }
             }
+            _ => {}
         }
         if self.list.len() == MOST {
             self.list.pop_front();

@@ -91,8 +91,9 @@ impl Engine {
             return Decision::new(Verb::Leave, Reason::ProcessLeftAlone);
         }
         let hold_ns = region.hold.ends_ns();
-        if let Some(reason) = held_for(region).filter(|_| hold_ns > now_ns) {
-            return Decision::new(Verb::Wait, reason).until(hold_ns);
+        match held_for(region) {
+            Some(reason) if hold_ns > now_ns => return Decision::new(Verb::Wait, reason).until(hold_ns),
+            _ => {}
         }
         if let Some(cursor) = region.life.cursor() {
             let read = Pages(cursor.0.saturating_sub(region.view.first.0));

@@ -133,7 +133,10 @@ impl Engine {
 
     /// The family of a region that we merge with its relatives, or not at all.
     fn family(&self, region: &Region) -> Option<&Family> {
-        self.families.get(region).filter(|_| region.fork != Fork::Alone)
+        if region.fork == Fork::Alone {
+            return None;
+        }
+        self.families.get(region)
     }
 
     /// How many processes share a region through fork, if these are too many to merge it.
@@ -161,9 +164,13 @@ impl Engine {
         let on_request = !self.carrier().by_marks;
         let mut families: BTreeMap<RegionKey, BTreeSet<u32>> = BTreeMap::new();
         for run in runs {
-            let region = self.table.at(run.region, run.first).filter(|region| region.reads_forked());
-            if let Some(region) = region {
-                families.entry(run.region).or_default().extend(region.relatives.filter(|_| on_request));
+            let Some(region) = self.table.at(run.region, run.first) else { continue };
+            if !region.reads_forked() {
+                continue;
+            }
+            let numbers = families.entry(run.region).or_default();
+            if on_request {
+                numbers.extend(region.relatives);
             }
         }
         let mut forked = BTreeMap::new();

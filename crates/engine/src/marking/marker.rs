@@ -541,7 +541,10 @@ fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate>
 /// The spans to mark in a region that aren't marked yet. With its present marks, the region may have `room` spans in
 /// all.
 fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: &Config) -> Vec<Candidate> {
-    let Some(judgement) = region.life.judgement().filter(|_| room > 0) else { return Vec::new() };
+    let Some(judgement) = region.life.judgement() else { return Vec::new() };
+    if room == 0 {
+        return Vec::new();
+    }
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, headroom, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));

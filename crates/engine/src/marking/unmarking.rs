@@ -246,7 +246,8 @@ impl Waiting {
         for Wait { span, .. } in self.iter() {
             let mut at = span.first;
             // A span may lie in several blocks of a mapping.
-            while let Some(region) = table.at(span.region, at).filter(|_| at < span.end()) {
+            while at < span.end() {
+                let Some(region) = table.at(span.region, at) else { break };
                 let to = region.end().min(span.end());
                 *waiting.entry(Place::of(region)).or_default() += Pages(to.0 - at.0);
                 at = to;

@@ -79,11 +79,14 @@ impl Inventory {
     pub fn new(owners: &[OwnerView], home: impl Fn(&OwnerView) -> Option<NodeKey>) -> Self {
         let mut firsts: FxHashMap<_, OwnerKey> = FxHashMap::default();
         let mut groups = BTreeMap::new();
+        let are_many = owners.len() > OWNERS_MAX;
         for view in owners {
-            let mut first = view.owner;
-            if let Some(home) = home(view).filter(|_| owners.len() > OWNERS_MAX) {
-                first = *firsts.entry((home, view.nice, view.allowed, view.placement)).or_insert(view.owner);
-            }
+            let first = match home(view) {
+                Some(home) if are_many => {
+                    *firsts.entry((home, view.nice, view.allowed, view.placement)).or_insert(view.owner)
+                }
+                _ => view.owner,
+            };
             // Only the policy by nice value depends on how many sharers a node has.
             let most = if view.placement == Placement::Priority { u32::MAX } else { 1 };
             groups.insert(view.owner, Group { first, most });

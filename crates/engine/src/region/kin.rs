@@ -36,7 +36,10 @@ impl KinSamples {
     /// The mapping to merge the region with by position.
     pub fn found(&self) -> Option<RegionKey> {
         let differs = Permyriad::of(self.differing, self.agreeing + self.differing) > DIFFERING_MOST;
-        self.kin.filter(|_| self.agreeing >= AGREEING_MIN && !differs)
+        if differs || self.agreeing < AGREEING_MIN {
+            return None;
+        }
+        self.kin
     }
 }
 

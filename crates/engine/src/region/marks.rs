@@ -79,7 +79,8 @@ pub struct MarkedSamples {
 impl MarkedSamples {
     /// Starts to count from zero. If ksmd visits `all` pages, we measure the residual share again afterwards.
     pub fn restart(&mut self, all: bool) {
-        *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
+        let residual = if all { None } else { self.residual };
+        *self = Self { residual, ..Self::default() };
     }
 
     /// The share of pages that became worth merging since ksmd last visited, 0 to 1: a careful estimate.

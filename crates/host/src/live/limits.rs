@@ -246,7 +246,10 @@ impl CgroupLimits {
         let mut least = u64::MAX;
         // Cgroups come after those below them.
         for (dir, group) in self.groups.iter().rev() {
-            let below = sums.remove(dir.as_path()).filter(|_| !group.is_own).unwrap_or(u64::MAX);
+            let below = match sums.remove(dir.as_path()) {
+                Some(below) if !group.is_own => below,
+                _ => u64::MAX,
+            };
             let left = group.swap_left.map_or(below, |left| left.0.min(below));
             match dir.parent().filter(|parent| self.groups.contains_key(*parent)) {
                 Some(parent) => {

@@ -109,7 +109,10 @@ impl LiveHost {
         self.slow.forget(now_ns);
         let mut turns = Vec::new();
         for (&pid, target) in &self.targets {
-            let Some(pending) = target.pending.as_ref().filter(|_| target.unmark_is_due(now_ns)) else { continue };
+            let Some(pending) = &target.pending else { continue };
+            if !target.unmark_is_due(now_ns) {
+                continue;
+            }
             let is_slow = self.slow.has(target);
             let is_next_round = pid <= self.withdrawing.last_pid;
             turns.push(Turn { is_slow, was_tried: pending.was_tried, is_next_round, pid });

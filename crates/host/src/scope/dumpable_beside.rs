@@ -16,8 +16,10 @@ const UNKNOWN: i32 = 12;
 pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
     let process = &info.process;
     let ids = |file: &str, ids: &[u32; 4]| {
-        let map = process.read_file(file).ok()?;
-        id_inside(&map, ids[0]).filter(|_| ids[..3] == [ids[0]; 3])
+        if ids[..3] != [ids[0]; 3] {
+            return None;
+        }
+        id_inside(&process.read_file(file).ok()?, ids[0])
     };
     let Some(user) = ids("uid_map", &info.status.uids) else { return Dumpable::Unknown };
     let Some(group) = ids("gid_map", &info.status.gids) else { return Dumpable::Unknown };

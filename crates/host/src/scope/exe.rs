@@ -120,10 +120,11 @@ impl Exe {
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
         };
-        let mut place = None;
-        if let Some(file) = file.filter(|_| without_deleted(&path) != path) {
-            place = place_seen_by(process, file.mount);
-        }
+        let is_deleted = without_deleted(&path) != path;
+        let place = match &file {
+            Some(file) if is_deleted => place_seen_by(process, file.mount),
+            _ => None,
+        };
         Ok(Some(Self { path, file, place, trust: OnceLock::new(), led_here: Arc::default() }))
     }
 

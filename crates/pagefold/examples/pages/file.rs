@@ -90,8 +90,10 @@ fn key(roff: &mut Roff, option: &OptionSpec) {
         _ => option.allowed.range().map_or_else(|| name.to_owned(), |range| format!("{name}, {range}")),
     };
     roff.control("TP", []).text([bold(option.key), roman(format!(" ({kind})"))]);
-    let flag =
-        option.flag().filter(|_| !option.is_hidden()).map_or_else(String::new, |flag| format!(" Flag: --{flag}."));
+    let flag = match option.flag() {
+        Some(flag) if !option.is_hidden() => format!(" Flag: --{flag}."),
+        _ => String::new(),
+    };
     if let Some(default) = option.default() {
         roff.text([roman(format!("{}. Default: {default}.{flag}", option.help))]);
         return;

@@ -40,13 +40,16 @@ pub struct DoctorArgs {
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
-    if let Some(fixed) = fixed.as_ref().filter(|_| args.quiet) {
-        let mut text = String::new();
-        for line in fixed.news() {
-            text.line(line);
+    match &fixed {
+        Some(fixed) if args.quiet => {
+            let mut text = String::new();
+            for line in fixed.news() {
+                text.line(line);
+            }
+            style::print(&text)?;
+            return Ok(if fixed.is_unfinished() { exit::FAILURE } else { exit::OK });
         }
-        style::print(&text)?;
-        return Ok(if fixed.is_unfinished() { exit::FAILURE } else { exit::OK });
+        _ => {}
     }
     let mut findings = examine(&roots);
     let mut code = code(&findings);

@@ -142,9 +142,12 @@ fn print(json: bool, explanation: &Explanation) -> Result<u8> {
 
 /// Explains a Xen guest from the daemon's facts.
 pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
+    if facts.xen.is_none() {
+        return begun(facts, 0);
+    }
     let number = guest.parse();
     let target = facts.targets.iter().find(|target| target.name == guest || number == Ok(target.pid));
-    let Some(target) = target.filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
+    let Some(target) = target else { return begun(facts, 0) };
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target, facts);
     for region in regions_of(facts, target) {

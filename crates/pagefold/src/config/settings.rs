@@ -146,7 +146,7 @@ impl Settings {
             history: outputs.history.clone(),
             fleet: FleetSettings::of(outputs),
             // A dry run marks nothing, so it can't learn how well merges last.
-            learned: options.learned.filter(|_| !args.dry_run),
+            learned: if args.dry_run { None } else { options.learned },
             audit: options.audit,
             log: options.log.unwrap_or_default(),
         })

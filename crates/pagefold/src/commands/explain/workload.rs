@@ -82,9 +82,10 @@ pub fn of_processes(facts: &Facts, spec: &ScopeSpec, matching: &BTreeSet<(i32, u
         reasons: Vec::new(),
     };
     let mut owners = BTreeSet::new();
-    // If the targets are Xen guests, `target.pid` is a guest's number.
-    for target in facts.targets.iter().filter(|_| facts.xen.is_none()) {
-        if !matching.contains(&(target.pid, target.start_time_ticks)) {
+    for target in &facts.targets {
+        // A Xen guest's number isn't a pid.
+        let is_guest = facts.xen.is_some();
+        if is_guest || !matching.contains(&(target.pid, target.start_time_ticks)) {
             continue;
         }
         let row = ProcessRow::of(target, &facts.state);

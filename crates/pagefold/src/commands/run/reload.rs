@@ -40,8 +40,10 @@ impl<'a> ActiveSettings<'a> {
     /// Begins to log, and opens the audit log, except in a dry run.
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
         log::start(&settings.log, service::has_standard_error());
-        let path = settings.audit.as_deref().filter(|_| !args.dry_run);
-        let audit = path.map(Audit::open).transpose()?;
+        let audit = match settings.audit.as_deref() {
+            Some(path) if !args.dry_run => Some(Audit::open(path)?),
+            _ => None,
+        };
         Ok(Self {
             args,
             settings,
@@ -62,14 +64,19 @@ impl<'a> ActiveSettings<'a> {
     /// Requests a reload, as SIGHUP does, and returns the configuration file. Fails if the scope is from the command
     /// line, as reading the file again wouldn't change it.
     pub fn request_reload(&mut self) -> Result<PathBuf, Exit> {
-        let file = self.settings.file.clone().filter(|_| self.args.scope == ScopeArgs::default());
-        let pid = std::process::id();
-        let line = format!(
-            "pagefold (pid {pid}) has its scope from its command line; stop it and run pagefold without a scope"
-        );
-        let file = file.ok_or_else(|| Exit::new(exit::FAILURE, line))?;
-        self.requested.store(true, Ordering::SeqCst);
-        Ok(file)
+        match &self.settings.file {
+            Some(file) if self.args.scope == ScopeArgs::default() => {
+                self.requested.store(true, Ordering::SeqCst);
+                Ok(file.clone())
+            }
+            _ => {
+                let pid = std::process::id();
+                let line = format!(
+                    "pagefold (pid {pid}) has its scope from its command line; stop it and run pagefold without a scope"
+                );
+                Err(Exit::new(exit::FAILURE, line))
+            }
+        }
     }
 
     /// Adds an event, and writes a line to the audit log.

@@ -39,8 +39,11 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
         table(&mut html, "By workload", "<th>Workload</th><th class=\"n wide\">Processes</th>", rows);
     }
     left_out(&mut html, report);
-    if let Some(command) = report.command.as_ref().filter(|_| report.is_worthwhile()) {
-        let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(command));
+    match &report.command {
+        Some(command) if report.is_worthwhile() => {
+            let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(command));
+        }
+        _ => {}
     }
     framed("pagefold scan", &html)
 }
