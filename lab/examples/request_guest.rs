@@ -26,6 +26,8 @@ const PAGES: u64 = 2048;
 const OWN: u64 = 256;
 const ZEROS: u64 = 128;
 const EQUAL: u64 = PAGES - OWN - ZEROS;
+/// Pages of each clone.
+const CLONE: u64 = 8192;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Pages of each holder when a million requests merge two domains with two holders each.
 const MANY: u64 = 1 << 19;
@@ -47,7 +49,9 @@ fn main() -> ExitCode {
 }
 
 fn everything(checks: &mut Checks) {
-    for check in [hashes, forked, merging, zeros, alike, domains, exclusion, moving, dry_run, refusals] {
+    for check in
+        [hashes, forked, merging, outsiders, clones, zeros, alike, domains, exclusion, moving, dry_run, refusals]
+    {
         check(checks);
     }
 }
@@ -163,9 +167,13 @@ fn unmerge(holders: &[&Holder]) -> String {
 
 /// The frames of a holder's pages, as far as they're present. Merged zeros have no frame of the holder's.
 fn frames(holder: &Holder, first: u64, pages: u64) -> BTreeSet<u64> {
-    let pagemap = File::open(format!("/proc/{}/pagemap", holder.pid())).expect("pagemap");
+    frames_at(holder.pid(), holder.first + first, pages)
+}
+
+fn frames_at(pid: i32, first: u64, pages: u64) -> BTreeSet<u64> {
+    let pagemap = File::open(format!("/proc/{pid}/pagemap")).expect("pagemap");
     let mut bytes = vec![0; usize::try_from(pages * 8).expect("a length")];
-    pagemap.read_exact_at(&mut bytes, (holder.first + first) * 8).expect("pagemap");
+    pagemap.read_exact_at(&mut bytes, first * 8).expect("pagemap");
     let mut frames = BTreeSet::new();
     for entry in bytes.chunks_exact(8) {
         let entry = u64::from_le_bytes(entry.try_into().expect("eight bytes"));
@@ -290,6 +298,61 @@ fn merging(checks: &mut Checks) {
     checks.add("unmerge gives everything its own copy", left == 0, format_args!("{left}; {said}"));
     checks.intact("no byte has changed by unmerging", &mut a, &mut b);
     checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
+}
+
+/// What a process shares through fork with one that's out of scope stays as it is. A family in scope is merged whole.
+fn outsiders(checks: &mut Checks) {
+    let [mut a, mut b] = pair();
+    let child = a.fork();
+    // These are the parent's own again.
+    a.change(Change::Write { first: 0, pages: 64, content: 1, step: 1 });
+    let (_, said) = end(start(&[&a, &b], &["--for", "8s"]));
+    let own = common(&a, &b, 0, 64);
+    checks.add("own pages of a forked process are merged", own >= 60, format_args!("{own}; {said}"));
+    let shared = common(&a, &b, 64, EQUAL - 64);
+    checks.add("pages shared with a child out of scope are not merged", shared == 0, shared);
+    let kept = frames_at(child, a.first + 64, EQUAL - 64).intersection(&frames(&a, 64, EQUAL - 64)).count() as u64;
+    checks.add("they are still shared with the child", kept == EQUAL - 64, kept);
+
+    let (_, said) = end(start(&[&a, &b], &["--for", "8s", "--pid", &child.to_string()]));
+    let merged = common(&a, &b, 0, EQUAL);
+    checks.add("a family in scope is merged", merged >= EQUAL - 16, format_args!("{merged}; {said}"));
+    let childs = frames_at(child, a.first + 64, EQUAL - 64).intersection(&frames(&b, 64, EQUAL - 64)).count() as u64;
+    checks.add("its child is, too", childs >= EQUAL - 64 - 16, childs);
+    checks.intact("no byte has changed in a family", &mut a, &mut b);
+    unmerge(&[&a, &b]);
+}
+
+/// Clones that start one after the other are merged with the first by position, and hardly read.
+fn clones(checks: &mut Checks) {
+    let mut run = None;
+    let mut clones = Vec::new();
+    for number in 0..4 {
+        let mut clone = Holder::start_as(Path::new(HOLDER), CLONE);
+        clone.change(Change::Write { first: 0, pages: CLONE, content: 1, step: 1 });
+        // These differ.
+        clone.change(Change::Write { first: CLONE / 2, pages: OWN, content: (1 + number) << 32, step: 1 });
+        clones.push(clone);
+        if number == 1 {
+            let command = ["run", "--json", "--mechanism", "request", "--governor", "full", "--exe", HOLDER];
+            let mut pagefold = Command::new(PAGEFOLD);
+            pagefold.args(command).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            run = Some(pagefold.spawn().expect(PAGEFOLD));
+        }
+        if let [first, .., last] = clones.as_slice() {
+            let began = Instant::now();
+            let merged = wait_until(|| common(first, last, 0, CLONE) >= (CLONE - OWN) * 98 / 100);
+            let took = began.elapsed();
+            let seen = common(first, last, 0, CLONE);
+            checks.add(&format!("clone {number} is merged within {took:.1?}"), merged, seen);
+        }
+    }
+    let (summary, said) = terminate(run.expect("a run"));
+    let read = summary["pages_read"].as_u64().unwrap_or(u64::MAX);
+    let named = &summary["requests"];
+    checks.add(&format!("{read} pages of 4 clones were read"), read <= 2 * CLONE, format_args!("{named}; {said}"));
+    checks.add("no byte has changed in clones", clones.iter_mut().all(Holder::is_intact), "damage");
+    unmerge(&clones.iter().collect::<Vec<_>>());
 }
 
 /// Merges zeros alone: the processes share none of their other pages.
