@@ -63,6 +63,9 @@ pub struct Snapshot {
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.
     pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    /// Each process's part of the frames of its regions, each divided among the pages that map it, as Pss counts. May be
+    /// some seconds old. If it's unknown, we take the resident pages.
+    pub held: Arc<BTreeMap<OwnerKey, Pages>>,
     /// Whether any process outside the trust domain that ksmd merges still has marked memory.
     pub foreign_marks: bool,
     /// CPU time spent so far in the run.

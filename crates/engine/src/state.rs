@@ -88,6 +88,9 @@ pub struct MemoryState {
     pub available_bytes: u64,
     /// Anonymous memory in regions.
     pub resident_bytes: u64,
+    /// The memory that the processes would hold if nothing were merged: what they hold, each frame divided among its
+    /// mappings, and what merging saves.
+    pub unmerged_bytes: u64,
     /// The saving, `None` before the first count.
     pub saved_bytes: Option<u64>,
     /// How long ago we counted the saving.
@@ -235,6 +238,7 @@ impl RegionState {
         let resident_bytes = self.resident.bytes().0;
         MemoryTotal {
             resident_bytes,
+            unmerged_bytes: 0,
             marked_bytes: self.marked.bytes().0,
             expected_bytes: if mechanism.carrier().by_marks {
                 self.expected.bytes().0
@@ -307,8 +311,11 @@ impl RegionTotals {
 
 /// The memory of some regions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MemoryTotal {
     pub resident_bytes: u64,
+    /// What would be held if nothing were merged. We only know it of processes.
+    pub unmerged_bytes: u64,
     pub marked_bytes: u64,
     /// How much of the memory we expect to be merged, including the copies that stay.
     pub expected_bytes: u64,
@@ -317,6 +324,7 @@ pub struct MemoryTotal {
 impl AddAssign for MemoryTotal {
     fn add_assign(&mut self, other: Self) {
         self.resident_bytes += other.resident_bytes;
+        self.unmerged_bytes += other.unmerged_bytes;
         self.marked_bytes += other.marked_bytes;
         self.expected_bytes += other.expected_bytes;
     }

@@ -37,7 +37,8 @@ use crate::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use crate::targets::Target;
 use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
-    Actions, ChangeResult, Cost, Host, KsmView, Mechanism, Outcome, PageRun, SamplePlan, Samples, Snapshot, Span,
+    Actions, ChangeResult, Cost, Host, KsmView, Mechanism, MergedSample, Outcome, PageRun, SamplePlan, Samples,
+    Snapshot, Span,
 };
 use pagefold_engine::keys::{KeyCounter, LimitKey, RegionKey};
 use pagefold_engine::units::Pages;
@@ -233,6 +234,24 @@ impl LiveHost {
     /// The process of a region, as of the last refresh.
     pub fn target_of(&self, region: RegionKey) -> Option<&Target> {
         self.targets.get(self.regions.pids.get(&region)?)
+    }
+
+    /// Notes how many merged pages each process has.
+    fn note_merged(&mut self, merged: &[MergedSample]) {
+        let mut pages: BTreeMap<i32, u64> = BTreeMap::new();
+        for sample in merged {
+            if let Some(&pid) = self.regions.pids.get(&sample.region) {
+                *pages.entry(pid).or_default() += 1;
+            }
+        }
+        for (pid, target) in &mut self.targets {
+            target.note_merged(pages.get(pid).copied().unwrap_or_default());
+        }
+    }
+
+    /// Why we last couldn't change a process, as far as we've reported it.
+    pub fn reported(&self, pid: i32) -> Option<&String> {
+        self.reported.get(&pid)
     }
 
     /// How often we started the injector again.
@@ -496,6 +515,7 @@ impl Host for LiveHost {
             cpu_pressure: self.limits.cpu_pressure(),
             limits: self.limits.views(),
             groups: self.regions.groups.clone(),
+            held: self.regions.held.clone(),
             foreign_marks: self.has_foreign_marks(),
             cost,
             nodes: self.placing.nodes.clone(),
@@ -516,6 +536,9 @@ impl Host for LiveHost {
                 samples.unread.retain(|region| !read.read.contains(region));
                 samples.merged = read.merged;
                 samples.counted = read.counted;
+                if samples.counted.is_some() {
+                    self.note_merged(&samples.merged);
+                }
                 for (pid, error) in read.failed {
                     // The pages that we read before the error are valid. The next refresh finds processes that have
                     // ended.

@@ -23,6 +23,8 @@ pub struct Stretch {
     pub pages: Pages,
     /// Present anonymous pages.
     pub resident: Pages,
+    /// Its part of the frames of these pages, as Pss counts.
+    pub held: Pages,
     pub marked: Pages,
     /// Whether it has huge pages.
     pub huge: bool,
@@ -65,11 +67,14 @@ pub fn stretches(
         }
         let pages = detail.vma.pages();
         let resident = Pages(detail.anonymous_kib / 4);
+        // Pss also counts a file's pages that nobody has written.
+        let held = Pages((detail.pss_kib.min(detail.anonymous_kib) + 2) / 4);
         let marked = if is_marked { pages } else { Pages(0) };
         match stretches.last_mut() {
             Some(stretch) if goes_on => {
                 stretch.pages += pages;
                 stretch.resident += resident;
+                stretch.held += held;
                 stretch.marked += marked;
                 stretch.huge |= detail.anon_huge_kib > 0;
             }
@@ -77,6 +82,7 @@ pub fn stretches(
                 first: detail.vma.first(),
                 pages,
                 resident,
+                held,
                 marked,
                 huge: detail.anon_huge_kib > 0,
                 kind: kind_of(&detail.vma, exe),
@@ -258,6 +264,7 @@ mod tests {
             first: Vpn(first),
             pages: Pages(pages),
             resident: Pages(pages),
+            held: Pages(pages),
             marked: Pages(0),
             huge: false,
             kind: RegionKind::Anonymous,

@@ -134,6 +134,8 @@ pub struct VmaDetail {
     pub vma: Vma,
     /// `Rss`: present pages of any kind.
     pub rss_kib: u64,
+    /// `Pss`: its part of these pages, where each is divided among its mappings.
+    pub pss_kib: u64,
     /// `Anonymous`: present anonymous pages.
     pub anonymous_kib: u64,
     /// `Swap`: anonymous pages that are swapped out.
@@ -502,6 +504,7 @@ impl Details {
             self.found.push(VmaDetail {
                 vma,
                 rss_kib: 0,
+                pss_kib: 0,
                 anonymous_kib: 0,
                 swap_kib: 0,
                 anon_huge_kib: 0,
@@ -517,6 +520,7 @@ impl Details {
         let value = &line[colon + 1..];
         match &line[..colon] {
             b"Rss" => detail.rss_kib = kib(value)?,
+            b"Pss" => detail.pss_kib = kib(value)?,
             b"Anonymous" => detail.anonymous_kib = kib(value)?,
             b"Swap" => detail.swap_kib = kib(value)?,
             b"AnonHugePages" => detail.anon_huge_kib = kib(value)?,

@@ -52,8 +52,8 @@ pub struct SimHost {
     /// Mappings that we haven't populated yet, with their first pages.
     mappings: Vec<(Mapping, Vpn)>,
     writers: Vec<Option<Writer>>,
-    /// When we last counted each region's resident pages, and the count.
-    residents: FxHashMap<u32, (u64, Pages)>,
+    /// When we last counted each region's resident pages, the count, and the region's part of their frames.
+    residents: FxHashMap<u32, (u64, Pages, Pages)>,
     pagefold_ns: u64,
     ours: bool,
     foreign_marks: bool,

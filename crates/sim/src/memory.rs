@@ -378,9 +378,18 @@ impl Memory {
             let Some(page) = member.offset(place) else { continue };
             known += u32::from(member.backing[page as usize] == backing && member.frame_of(page as usize) == frame);
         }
-        let all =
-            if backing == Backing::Merged { self.frames[frame as usize].mapped } else { self.shares[frame as usize] };
-        all > known
+        self.mappers(region, page) > known
+    }
+
+    /// How many pages map the frame of a page, 0 if it has none of its own.
+    pub(crate) fn mappers(&self, region: &Region, page: u32) -> u32 {
+        let frame = region.frame_of(page as usize) as usize;
+        match region.backing[page as usize] {
+            Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged => 0,
+            Backing::Private => 1,
+            Backing::Merged => self.frames[frame].mapped,
+            Backing::Forked => self.shares[frame],
+        }
     }
 
     /// Whether the page shares its frame with a process related by fork.

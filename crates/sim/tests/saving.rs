@@ -59,6 +59,14 @@ impl Twins {
     }
 }
 
+/// Checks the memory that the processes would hold if nothing were merged.
+#[track_caller]
+fn check_unmerged(twins: &Twins) {
+    let truth = twins.plain.truth().frames;
+    let said = twins.merged.engine.state().memory.unmerged_bytes / 4096;
+    assert!(said.abs_diff(truth) * 50 <= truth, "{said} of {truth} pages if nothing were merged");
+}
+
 fn config() -> Config {
     Config { governor: Governor::Full, ..common::config() }
 }
@@ -75,6 +83,7 @@ fn what_is_said_is_true_after_restarts_exits_writes_and_a_second_try() {
         twins.add(16, &Fill::Zeros);
         twins.run(30);
         assert!(twins.check("merged") >= 46 * MIB);
+        check_unmerged(&twins);
         twins.restart(false);
         twins.run(1);
         twins.check("restarted without what was learned");
@@ -223,6 +232,7 @@ fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
     twins.run(25);
     let saved = twins.check(&format!("{masters} masters with {children} forked before merging"));
     assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
+    check_unmerged(&twins);
     // One worker's pages change, and another's change back.
     for (worker, number) in [(0, 7_u64), (1, 1)] {
         write(&mut twins, workers[worker], 0, |page| number << 32 | page);
@@ -264,6 +274,7 @@ fn one_family_whose_workers_allocate_memory_is_left_alone() {
         map_below(&mut twins, &workers, |_| 3);
         twins.run(40);
         assert_eq!(twins.check("one family"), 0);
+        check_unmerged(&twins);
         assert_eq!(twins.merged.engine.regions().map(|region| region.marks.spans.len()).sum::<usize>(), 0);
     }
 }

@@ -39,6 +39,11 @@ pub(super) fn state(engine: &Engine) -> State {
             owners.entry(owner).or_default().saved_bytes = saving.of(owner).bytes().0;
         }
     }
+    for (owner, total) in &mut owners {
+        let held_bytes = engine.snapshot.held.get(owner).map_or(total.memory.resident_bytes, |held| held.bytes().0);
+        total.memory.unmerged_bytes = held_bytes + total.saved_bytes;
+        all.unmerged_bytes += total.memory.unmerged_bytes;
+    }
     let others: Pages = regions.iter().map(|region| region.other).sum();
     let merges_zeros = engine.config.only == Only::Zeros && engine.carrier().by_marks;
     State {
@@ -116,6 +121,7 @@ fn memory(engine: &Engine, all: MemoryTotal) -> MemoryState {
     MemoryState {
         available_bytes: engine.snapshot.memory.available.bytes().0,
         resident_bytes: all.resident_bytes,
+        unmerged_bytes: all.unmerged_bytes,
         saved_bytes: saving.map(|saving| saving.saved.bytes().0),
         saved_age_seconds: saving.map(|saving| seconds(ledger.now_ns - saving.counted_ns)),
         may_return_bytes: engine.returns_at_worst().bytes().0,

@@ -155,6 +155,8 @@ pub(super) struct RegionList {
     pub(super) views: Vec<RegionView>,
     /// The processes in groups with limits.
     pub(super) groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    /// Each target's part of the frames of its regions.
+    pub(super) held: Arc<BTreeMap<OwnerKey, Pages>>,
     keys: KeyCounter,
 }
 
@@ -412,6 +414,7 @@ impl LiveHost {
     fn list_regions(&mut self) {
         let on_request = self.mechanism() == Mechanism::Request;
         let mut groups = BTreeMap::new();
+        let mut held = BTreeMap::new();
         let RegionList { pids, views, .. } = &mut self.regions;
         pids.clear();
         views.clear();
@@ -419,9 +422,11 @@ impl LiveHost {
             if let Some(group) = target.group {
                 groups.insert(target.owner, group);
             }
+            let held_by_owner = held.entry(target.owner).or_insert(Pages(0));
             let lasting = lasting_key(&target.info.process);
             for Tracked { key, stretch } in &target.regions {
                 pids.insert(*key, pid);
+                *held_by_owner += stretch.held;
                 views.push(RegionView {
                     key: *key,
                     owner: target.owner,
@@ -439,6 +444,7 @@ impl LiveHost {
             }
         }
         self.regions.groups = Arc::new(groups);
+        self.regions.held = Arc::new(held);
     }
 }
 

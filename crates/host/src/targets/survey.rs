@@ -63,6 +63,8 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
+    /// How many merged pages we found when we last counted the saving.
+    pub(super) merged: u64,
     /// Whether the process has locked or unlocked memory since the last survey, or made marked memory secret.
     pub(super) are_locks_new: bool,
     /// At some time since the last survey, the address space was smaller by this many pages.
@@ -86,6 +88,7 @@ struct SurveyStart {
     at_ns: u64,
     cpu_ns: Option<u64>,
     sizes: Sizes,
+    merged: u64,
 }
 
 /// The result of reading a process's mappings.
@@ -128,7 +131,9 @@ impl LastSurvey {
     /// Whether the next survey may take its share of the time now: the less has changed, the smaller the share.
     fn is_due(&self, now_ns: u64, processes: u64, sizes: &Sizes, target: &Target) -> bool {
         let before = self.start.sizes;
-        let drift = sizes.resident.abs_diff(before.resident);
+        // Merging changes the process's part of the frames.
+        let merged = target.surveys.merged.abs_diff(self.start.merged);
+        let drift = sizes.resident.abs_diff(before.resident).max(merged);
         let all_cost_ns = self.cost_ns * processes;
         if target.surveys.are_locks_new {
             return now_ns >= self.start.at_ns + all_cost_ns * LOCK_SHARE;
@@ -172,6 +177,10 @@ impl Target {
         self.marks.are_set && (self.surveys.are_locks_new || is_time)
     }
 
+    pub(crate) fn note_merged(&mut self, pages: u64) {
+        self.surveys.merged = pages;
+    }
+
     /// Surveys the mappings. Returns whether we've learned anything new.
     pub(super) fn survey(
         &mut self,
@@ -181,7 +190,8 @@ impl Target {
     ) -> Result<bool, ReadError> {
         self.admit()?;
         self.surveys.are_locks_new = false;
-        let start = SurveyStart { at_ns: now_ns, cpu_ns: process_cpu_ns(self.info.pid()), sizes };
+        let cpu_ns = process_cpu_ns(self.info.pid());
+        let start = SurveyStart { at_ns: now_ns, cpu_ns, sizes, merged: self.surveys.merged };
         let process = self.info.process.clone();
         // Surveying a large process takes long. We adopt the result later.
         match Job::start(move || Listing::of(&process)).wait(PATIENCE) {

@@ -109,6 +109,11 @@ pub const FAMILIES: &[Family] = &[
     gauge("pagefold_resident_bytes", "Anonymous memory in scope that is not left alone", |status| {
         one(float(status.memory.resident_bytes))
     }),
+    gauge(
+        "pagefold_unmerged_bytes",
+        "Memory that the processes in scope would hold if nothing were merged",
+        |status| one(float(status.memory.unmerged_bytes)),
+    ),
     gauge("pagefold_marked_bytes", "Resident memory that is marked; in a dry run, that would be marked", |status| {
         one(float(status.memory.marked_bytes))
     }),

@@ -2,7 +2,6 @@
 
 use super::SimHost;
 use crate::content::{digest, line_digest};
-use crate::memory::Backing;
 use pagefold_engine::hash::Digest;
 use pagefold_engine::host::{
     Actions, Change, ChangeResult, Counted, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState,
@@ -10,11 +9,12 @@ use pagefold_engine::host::{
 };
 use pagefold_engine::keys::{LastingKey, LineageKey, OwnerKey, RegionKey};
 use pagefold_engine::region::RUN_PAGES;
-use pagefold_engine::units::{Pages, Vpn};
+use pagefold_engine::units::{Pages, Vpn, whole};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// How often we refresh our list of processes at most, nanoseconds. This and the next three are as in the live host.
 const REFRESH_NS: u64 = 250_000_000;
@@ -40,13 +40,21 @@ impl SimHost {
         let pages = Pages(u64::from(region.len()));
         let marked = Pages(region.marks.pages());
         let on_request = self.knobs.mechanism == Mechanism::Request;
-        let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
+        let (counted_ns, mut resident, _) = self.residents.get(&key).copied().unwrap_or_default();
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
-            let there =
-                |backing: &&Backing| !matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged);
-            resident = Pages(region.backing.iter().filter(there).count() as u64);
+            let mut there = 0;
+            let mut parts = 0.0;
+            for page in 0..region.len() {
+                let mappers = self.memory.mappers(region, page);
+                if mappers > 0 {
+                    there += 1;
+                    parts += 1.0 / f64::from(mappers);
+                }
+            }
+            resident = Pages(there);
+            let held = Pages(whole(parts));
             *price_ns += self.granularity.scale(pages.0 * self.costs.count_page_ns);
-            self.residents.insert(key, (self.now_ns.max(1), resident));
+            self.residents.insert(key, (self.now_ns.max(1), resident, held));
         }
         Some(RegionView {
             key: RegionKey(key),
@@ -233,11 +241,14 @@ impl Host for SimHost {
         let mut price_ns = 0;
         let mut owners: Vec<OwnerKey> = Vec::new();
         let mut regions = Vec::with_capacity(live.len());
+        let mut held: BTreeMap<OwnerKey, Pages> = BTreeMap::new();
         for (key, owner) in live {
             if owners.last() != Some(&OwnerKey(owner)) {
                 owners.push(OwnerKey(owner));
             }
             regions.extend(self.view(key, owner, &mut price_ns));
+            let (_, _, of_region) = self.residents.get(&key).copied().unwrap_or_default();
+            *held.entry(OwnerKey(owner)).or_default() += of_region;
         }
         price_ns += self.refresh_ns(&owners);
         let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
@@ -258,6 +269,7 @@ impl Host for SimHost {
             cpu_pressure: None,
             limits,
             groups,
+            held: Arc::new(held),
             foreign_marks: self.foreign_marks,
             cost,
             nodes,

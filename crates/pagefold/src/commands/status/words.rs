@@ -198,7 +198,8 @@ fn domains(status: &Status) -> Option<String> {
 }
 
 fn headline(status: &Status) -> String {
-    let of = format!("{} in {}", human(status.memory.resident_bytes), status.count(status.programs.processes.len()));
+    let whole = status.memory.unmerged_bytes;
+    let of = format!("{} in {}", human(whole), status.count(status.programs.processes.len()));
     if status.run.dry_run {
         let expected = human(status.expected_bytes());
         if status.run.mechanism == Mechanism::Request {
@@ -210,7 +211,7 @@ fn headline(status: &Status) -> String {
     let used = percent(status.activity.used_share, 1.0);
     match status.memory.saved_bytes {
         Some(saved) => {
-            let share = percent(saved as f64, status.memory.resident_bytes as f64);
+            let share = percent(saved as f64, whole as f64);
             format!("Saves {}, {share} of {of}, for {used} of a core.", human(saved))
         }
         None => format!("Still counting the savings in {of}, for {used} of a core."),
@@ -306,7 +307,7 @@ pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bo
             text.line(format!("{begin} {}", style.dim(&format!("left alone: {why}"))));
             continue;
         }
-        let resident = size(row.memory.resident_bytes);
+        let resident = size(row.memory.unmerged_bytes);
         let marked = size(row.memory.marked_bytes);
         let expected = size(row.memory.expected_bytes);
         let saved = saved_size(row.saved_bytes);
@@ -314,7 +315,7 @@ pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bo
     }
     if processes.len() > PROCESSES {
         let rest = &processes[PROCESSES..];
-        let memory = rest.iter().map(|row| row.memory.resident_bytes).sum();
+        let memory = rest.iter().map(|row| row.memory.unmerged_bytes).sum();
         let others = count_targets(rest.len(), are_guests);
         text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
     }

@@ -38,6 +38,7 @@ const HELP: [(&str, &str); 15] = [
     ("I", "reverse the order"),
     ("h, ?, F1", "this help"),
     ("q, F10, Ctrl-C", "quit; the daemon keeps running"),
+    ("MEMORY", "what it would hold if nothing were merged; frames shared through fork are divided"),
     ("SAVED", "its part of what merging saves; \"counting\" until we know"),
     ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
     ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
@@ -142,10 +143,10 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     let heights = [Constraint::Length(2), Constraint::Length(CURVE_ROWS), Constraint::Length(2), Constraint::Length(1)];
     let [bars, curve, doing, _] = Layout::vertical(heights).areas(area);
     let name = if status.run.dry_run { "Found" } else { "Saved" };
-    let resident = human(status.memory.resident_bytes);
-    let of = format!("{resident} in {}", count(status.programs.processes.len(), "process", "processes"));
+    let whole = status.memory.unmerged_bytes;
+    let of = format!("{} in {}", human(whole), count(status.programs.processes.len(), "process", "processes"));
     let result = status.result_bytes();
-    let share = result.unwrap_or(0) as f64 / status.memory.resident_bytes.max(1) as f64;
+    let share = result.unwrap_or(0) as f64 / whole.max(1) as f64;
     let saved = match result {
         Some(bytes) => format!("{}, {} of {of}", human(bytes), percent(share, 1.0)),
         None => format!("counting; {of}"),
@@ -277,7 +278,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         let cells = [
             right(number),
             Cell::new(shorten(&printable(row.name.as_bytes()), name_width.into())),
-            right(size(row.memory.resident_bytes)),
+            right(size(row.memory.unmerged_bytes)),
             right(saved_size(row.saved_bytes)).style(look.good()),
             Cell::new(bar(row.saved_bytes.unwrap_or(0) as f64 / most, ROW_BAR.into())).style(look.good()),
             right(size(row.memory.marked_bytes)),

@@ -63,7 +63,7 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
         status.activity.governor,
         escape(&sentence),
     );
-    let all = status.memory.resident_bytes;
+    let all = status.memory.unmerged_bytes;
     let share = status.result_bytes().map_or("?".to_owned(), |result| percent(result as f64, all as f64));
     figure(html, &share, &format!("of {} {verb}", human(all)));
     figure(html, &human(status.memory.marked_bytes), "marked, or named to the kernel");
@@ -144,7 +144,7 @@ const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Saved</th>
 fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
     let mut cells = String::new();
     let sizes = [
-        ("n", size(memory.resident_bytes)),
+        ("n", size(memory.unmerged_bytes)),
         ("n", saved_bytes.map_or("counting".to_owned(), size)),
         ("n wide", size(memory.marked_bytes)),
         ("n wide", size(memory.expected_bytes)),
@@ -158,7 +158,7 @@ fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
 fn programs(html: &mut String, status: &Status) {
     let mut sums = by_workload(process_rows(status));
     sums.retain(|sum| sum.workload != NO_WORKLOAD);
-    sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.resident_bytes)));
+    sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.unmerged_bytes)));
     if !sums.is_empty() {
         let head = format!("<th>Workload</th><th class=\"n wide\">Processes</th>{MEMORY_HEAD}");
         table(html, "By workload", &head, &sums, |sum| {
@@ -203,7 +203,7 @@ fn equal_processes(status: &Status) -> Vec<Row> {
             None => rows.push(process),
         }
     }
-    rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.resident_bytes)));
+    rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.unmerged_bytes)));
     rows
 }
 

@@ -311,8 +311,8 @@ impl Top {
         });
         rows.sort_by(|a, b| (a.pid, &a.name).cmp(&(b.pid, &b.name)));
         match self.sort {
-            Sort::Saved => rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.resident_bytes))),
-            Sort::Memory => rows.sort_by_key(|row| Reverse(row.memory.resident_bytes)),
+            Sort::Saved => rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.unmerged_bytes))),
+            Sort::Memory => rows.sort_by_key(|row| Reverse(row.memory.unmerged_bytes)),
             Sort::Marked => rows.sort_by_key(|row| Reverse(row.memory.marked_bytes)),
             Sort::Duplicate => rows.sort_by_key(|row| Reverse(row.memory.expected_bytes)),
             Sort::Name => rows.sort_by(|a, b| a.name.cmp(&b.name)),
