@@ -562,6 +562,7 @@ fn survey() -> ScanReport {
         kinds: vec![kind(RegionKind::Heap, mib)],
         excluded: Vec::new(),
         left_out: left_out.map(str::to_owned),
+        way_in: if pid == 4_004 { " (--allow ssh-agent lets it in)".to_owned() } else { String::new() },
         pinned: 0.0,
     };
     let cgroup =
@@ -602,6 +603,7 @@ fn survey() -> ScanReport {
         cost: Cost::new(20_512, 34_000_000, 21_000_000),
         of: ("process", "processes"),
         is_host: false,
+        across_workloads: None,
         command: Some("pagefold run --exe redis-server --deny 'wallet*'".to_owned()),
         matrix: Some(Matrix {
             names: vec!["redis.service".to_owned(), "vm <web1>".to_owned()],

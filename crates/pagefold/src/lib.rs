@@ -43,6 +43,7 @@ macro_rules! complain {
 pub mod audit;
 pub mod backend;
 mod background;
+mod bounds;
 pub mod commands;
 pub mod config;
 pub mod control;

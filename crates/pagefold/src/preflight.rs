@@ -4,15 +4,11 @@ use crate::config::settings::MechanismChoice;
 use anyhow::{Context, Result};
 use pagefold_engine::placement::policy::Placement;
 use pagefold_host::os::namespaces::enter_cgroups_of_init;
-use pagefold_host::scope::ProcessInfo;
-use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::exclude::{Exclusion, process_exclusion};
-use pagefold_inject::{InjectError, Injector, is_frozen};
+use pagefold_inject::{InjectError, Injector};
 use pagefold_ksm::lease::TakeError;
 use pagefold_ksm::lock::{self, LOCK_PATH, LockError};
 use pagefold_ksm::request::{self, RequestDevice, RequestError};
 use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
-use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::fields::number;
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::os::peer::own_uid;
@@ -20,7 +16,6 @@ use pagefold_procmem::os::privileges::{
     Capability, PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
 };
 use pagefold_procmem::os::sandbox::forbid_calls;
-use pagefold_procmem::process::ReadError;
 use pagefold_text::exit::{self, Exit};
 use std::fs;
 use std::io::ErrorKind;
@@ -212,32 +207,6 @@ pub fn explain_take(error: &TakeError) -> Exit {
         _ => (exit::FAILURE, "see pagefold doctor"),
     };
     Exit::new(code, format!("{error}; {advice}"))
-}
-
-/// Why we must leave a process in scope alone, if we must.
-pub fn refusal(scoped: &ProcessInfo, deny: &DenyList) -> Option<String> {
-    match refused_for(scoped, deny) {
-        Ok(reason) => reason,
-        Err(ReadError::Vanished { .. }) => Some("has ended".to_owned()),
-        Err(error) => Some(error.to_string()),
-    }
-}
-
-fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, ReadError> {
-    // We check this first, because a process that can't run can't tell us whether it's excluded.
-    if scoped.process.stat()?.state == b'T' {
-        return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
-    }
-    // This may block while the process is in an exec, so we do it on a thread that we can leave behind.
-    let process = scoped.process.clone();
-    if run_abandonable(move || is_frozen(&process)).unwrap_or(false) {
-        return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
-    }
-    match process_exclusion(scoped, deny)? {
-        // If the process is too busy to tell us whether it's dumpable, we ask it again during the run.
-        None | Some(Exclusion::DumpableUnknown) => Ok(None),
-        Some(exclusion) => Ok(Some(exclusion.to_string())),
-    }
 }
 
 /// The exit code for a failed injection.

@@ -154,7 +154,7 @@ impl KeptOut {
 
     /// The entry that decides on a process, if it keeps the process out: the user who asked for it, and the selector.
     /// If we haven't judged the process before (`is_new`), one of its ancestors may decide.
-    pub(crate) fn verdict(&mut self, info: &ProcessInfo, is_new: bool, roots: &Roots) -> Option<(u32, &Selector)> {
+    pub fn verdict(&mut self, info: &ProcessInfo, is_new: bool, roots: &Roots) -> Option<(u32, &Selector)> {
         if self.entries.is_empty() {
             return None;
         }

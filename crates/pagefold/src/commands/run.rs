@@ -6,7 +6,7 @@ pub mod room;
 pub mod summary;
 
 use crate::backend::Backend;
-use crate::commands::scan::report::way_in;
+use crate::bounds::Bounds;
 use crate::config::args::RunArgs;
 use crate::config::scope::{ScopeArgs, explain};
 use crate::config::settings::Settings;
@@ -48,15 +48,15 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let learned = place::of_run(settings.learned.as_deref(), "learned.json", args.dry_run, LearnedFile::open)?;
-    // A list that we can't use ends the run before it changes anything.
-    kept_out::read()?;
+    // A list of excluded processes that we can't use ends the run before it changes anything.
+    let bounds = Bounds::of(&settings, device.is_none())?;
     let fleet = settings.fleet.open()?;
     let outputs = start.open(args, settings.clone())?;
     let on_hangup = outputs.active.on_hangup().unwrap_or_else(|| outputs.signals.stop.clone());
     outputs.signals.on(signal_hook::consts::SIGHUP, &on_hangup)?;
     let injector = injector(args, device.is_some())?;
     messages::start().context("cannot start the thread for messages")?;
-    let left_alone = check_scope(args, &settings, device.is_some())?;
+    let left_alone = check_scope(args, &settings, bounds)?;
 
     let mode = take(injector, &ksm, &initial_knobs(&settings, device.is_some()))?;
     // Read the list again now that nobody else can change it: commands that change it without a daemon need the lock
@@ -114,7 +114,7 @@ fn host(
 
 /// Refuses a command line that selects no process, or only processes that we must leave alone, as that's most likely a
 /// mistake. A configuration file may select processes that start later. Returns the processes that we leave alone.
-fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<Vec<LeftAlone>, Exit> {
+fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
     let found = match resolve(&settings.scope.spec(), &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) if waits => {
@@ -129,19 +129,13 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
         if !settings.scope.pid.contains(&pid) && found.len() != 1 {
             continue;
         }
-        // ksmd merges one trust domain only.
-        let other_domain = if on_request { None } else { settings.domains.excludes(scoped) };
-        let reason = match other_domain {
-            Some(why) => Some(why.to_string()),
-            None => preflight::refusal(scoped, &settings.deny),
-        };
-        if let Some(reason) = reason {
+        if let Some(reason) = bounds.refusal(scoped) {
             left_alone.push(LeftAlone { pid, name: scoped.name.clone(), reason });
         }
     }
     match (left_alone.first(), found.first()) {
         (Some(LeftAlone { pid, name, reason }), Some(scoped)) if left_alone.len() == found.len() && !waits => {
-            let way_in = way_in(reason, scoped.allowed_as(&settings.deny));
+            let way_in = bounds.way_in(scoped, reason);
             let line = format!("process {pid} ({name}) is left alone: {reason}{way_in}; nothing else is in scope");
             Err(Exit::new(exit::REFUSED, line))
         }

@@ -10,11 +10,11 @@ pub mod survey;
 pub mod table;
 pub mod why;
 
+use crate::bounds::Bounds;
 use crate::commands::run::progress::and_others;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
-use crate::config::settings::deny_list_with;
 use crate::output;
 use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
@@ -27,7 +27,6 @@ use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::sampling::census::choose::first_fraction;
 use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::{Vpn, index};
-use pagefold_host::scope::deny_list::DenyList;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::numa::owner_view;
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -120,12 +119,12 @@ impl Prepared {
         let progress = Progress::new();
         let all = scoped.len() as f64;
         let mut done = 0.0;
-        let deny = deny_list_with(&args.deny)?;
-        let survey = Survey::of(scoped, &deny, &mut reader, wanted, || {
+        let mut bounds = Bounds::with(&args.deny)?;
+        let survey = Survey::of(scoped, &mut bounds, &mut reader, wanted, || {
             done += 1.0;
             progress.show("reading page tables", Some(done / all));
         })?;
-        refuse_if_nothing_is_left(&survey, &deny)?;
+        refuse_if_nothing_is_left(&survey)?;
         let mut scanner = Scanner::new(survey.cells.clone(), args.seed, began_ns, progress);
         let contents = if wanted.causes { Contents::Present } else { Contents::All };
         let mut memory = ProcessMemory {
@@ -162,6 +161,9 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope.to_string(), cost);
     report.is_host = is_host;
     report.command = advice::command(&report, &scope, &args.deny);
+    if is_host && report.command.is_none() && !preflight::is_running() {
+        report.across_workloads = advice::across_workloads(&report);
+    }
     Ok(ScanReport { numa, matrix, ..report })
 }
 
@@ -179,7 +181,7 @@ fn reader() -> Result<ScanReader, Exit> {
     })
 }
 
-fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exit> {
+fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     if survey.processes.iter().any(|process| process.refused.is_none() && !process.gone) {
         return Ok(());
     }
@@ -193,8 +195,7 @@ fn refuse_if_nothing_is_left(survey: &Survey, deny: &DenyList) -> Result<(), Exi
         exit::REFUSED,
         format!(
             "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
-            process.scoped.name,
-            report::way_in(&reason, process.scoped.allowed_as(deny)),
+            process.scoped.name, process.way_in,
         ),
     ))
 }
@@ -268,8 +269,10 @@ impl Memory for ProcessMemory {
         let contents = &mut self.contents;
         let number_of_process = u32::try_from(number).unwrap_or(u32::MAX);
         let mut at = 0;
+        let domain = process.domain;
         let process = &process.scoped.process;
         let read = self.reader.read_runs(process, &runs, self.how, scanner, |scanner, page, state, frame, digest| {
+            let digest = digest.in_domain(domain);
             while page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
                 at += 1;
             }
@@ -318,10 +321,11 @@ impl ProcessMemory {
                 continue;
             }
             let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
+            let domain = process.domain;
             let process = &process.scoped.process;
             let read = self.reader.read_runs(process, &runs, self.how, scanner, |scanner, _, state, _, digest| {
                 if state == PageState::Merged {
-                    scanner.census.add_merged(digest);
+                    scanner.census.add_merged(digest.in_domain(domain));
                 }
             });
             if let Err(error) = read {
@@ -387,6 +391,7 @@ impl From<&Surveyed> for ProcessRow {
             workload: scoped.workload().map(|workload| workload.to_string()),
             excluded: surveyed.excluded.clone(),
             left_out,
+            way_in: surveyed.way_in.clone(),
             pinned: surveyed.pinned.0 as f64,
             ..Self::default()
         }

@@ -14,11 +14,13 @@ use crate::output::xen::XenView;
 use anyhow::Result;
 use groups::{LeftOutRow, ScopeRow};
 use pagefold_engine::config::Only;
-use pagefold_engine::decision::Verb;
+use pagefold_engine::decision::{Reason, Verb};
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::ledger::RequestCounts;
-use pagefold_engine::state::{Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionTotals, State, Work};
+use pagefold_engine::state::{
+    Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionState, RegionTotals, State, Work,
+};
 use pagefold_host::check::users::{KsmUser, ksm_users};
 use pagefold_text::exit;
 use pagefold_text::figures::time;
@@ -350,6 +352,14 @@ impl Programs {
 impl ProcessRow {
     pub fn of(target: &TargetFacts, state: &State) -> Self {
         let total = state.owner(target.owner);
+        let is_refused =
+            |region: &RegionState| region.owner == target.owner && region.decision.reason == Reason::Refused;
+        let left_alone = match (&target.left_alone, &target.problem) {
+            (None, Some(problem)) if state.regions.iter().any(is_refused) => {
+                Some(format!("could not be marked: {problem}"))
+            }
+            (left_alone, _) => left_alone.clone(),
+        };
         let is_counted = state.memory.saved_bytes.is_some();
         Self {
             pid: target.pid,
@@ -358,7 +368,7 @@ impl ProcessRow {
             regions: total.regions,
             memory: total.memory,
             saved_bytes: is_counted.then_some(total.saved_bytes),
-            left_alone: target.left_alone.clone(),
+            left_alone,
             to_unmark: target.to_unmark.clone(),
         }
     }

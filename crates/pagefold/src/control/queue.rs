@@ -77,6 +77,8 @@ pub struct TargetFacts {
     /// The same reason as a single word, from a small set.
     pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
+    /// Why we couldn't change it when we last failed to.
+    pub problem: Option<String>,
     /// A sentence for each rule that applies to the target, or seems to but doesn't.
     pub notes: Vec<String>,
 }
@@ -155,8 +157,8 @@ impl RunFacts {
     }
 }
 
-impl From<&Target> for TargetFacts {
-    fn from(target: &Target) -> Self {
+impl TargetFacts {
+    fn of(target: &Target, problem: Option<&String>) -> Self {
         let mut notes = target.notes.clone();
         if target.on_probation {
             notes.push(YOUNG.to_owned());
@@ -175,6 +177,7 @@ impl From<&Target> for TargetFacts {
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
+            problem: problem.cloned(),
             notes,
         }
     }
@@ -196,7 +199,7 @@ impl Facts {
         Self {
             state,
             injector_restarts: host.injector_restarts(),
-            targets: host.targets().map(TargetFacts::from).collect(),
+            targets: host.targets().map(|target| TargetFacts::of(target, host.reported(target.pid()))).collect(),
             domains: host.domains().to_vec(),
             merged_domain: host.merged_domain().cloned(),
             kept_out: host.kept_out().clone(),

@@ -34,7 +34,14 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         Reason::ProcessLeftAlone => {
             "Its process is left alone: pagefold does not read or change it. Marked memory stays marked.".to_owned()
         }
-        Reason::Refused => "Left alone: its process could not be marked.".to_owned(),
+        Reason::Refused => {
+            let target = facts.targets.iter().find(|target| target.owner == region.owner);
+            let problem = target.and_then(|target| target.problem.as_deref());
+            format!(
+                "Left alone: its process could not be marked{}.",
+                problem.map_or(String::new(), |why| format!(" ({why})"))
+            )
+        }
         Reason::NoHeadroom(limit) => {
             no_headroom(region, facts.limited.get(&limit).map_or("its cgroup", String::as_str))
         }

@@ -10,7 +10,6 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::preflight;
 use pagefold_engine::sampling::census::bytes_of;
-use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::workload::Workload;
 use pagefold_host::scope::{ProcessInfo, ScopeSpec, Selector, resolve};
 use pagefold_procmem::Roots;
@@ -19,8 +18,6 @@ use std::path::Path;
 
 /// We name at most this many processes.
 const NAMES_MOST: usize = 8;
-/// We look at this many programs, the ones with the most savable memory first.
-const PROGRAMS_MOST: usize = 8;
 
 /// The command that saves the memory of a scan with these flags, if there's one: only one pagefold can run.
 pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Option<String> {
@@ -44,17 +41,7 @@ pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Opti
 /// The command that makes a running daemon merge these processes, which `spec` selects. `None` if it merges them
 /// already, or if no command makes it.
 fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: bool) -> Option<String> {
-    let mut kept_out = BTreeSet::new();
-    for by in status.programs.kept_out.iter().filter_map(|row| row.uid) {
-        kept_out.insert(Exclusion::KeptOut { by }.to_string());
-    }
-    let mut in_scope = 0;
-    for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
-        if row.left_alone.as_ref().is_some_and(|why| kept_out.contains(why)) {
-            return Some(format!("pagefold include {spec}"));
-        }
-        in_scope += 1;
-    }
+    let in_scope = status.programs.processes.iter().filter(|row| pids.contains(&row.pid)).count();
     let has_names = spec.0.iter().all(|selector| !matches!(selector, Selector::Pid(_) | Selector::All));
     (can_enable && has_names && in_scope < pids.len()).then(|| format!("pagefold enable {spec}"))
 }
@@ -62,18 +49,32 @@ fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: b
 /// The scope of the program with the most savable memory: its name if that selects enough of it, else its workload or
 /// its processes. We try out each scope, so that the command works as printed.
 pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
-    for program in report.programs.iter().take(PROGRAMS_MOST) {
-        let rows: Vec<&ProcessRow> = report.looked_at().filter(|row| row.name == program.name).collect();
-        if bytes_of(program.figures.savable) == 0 {
-            return None;
-        }
-        for spec in scopes_of(&rows) {
-            if selects(&spec, &rows) {
-                return Some(spec);
-            }
+    let rows = largest_program(report);
+    scopes_of(&rows).into_iter().find(|spec| selects(spec, &rows))
+}
+
+/// The command for a program whose copies are in several workloads, after a scan of the whole host. Their owners may
+/// differ, and would share memory, so we don't advise it.
+pub fn across_workloads(report: &ScanReport) -> Option<String> {
+    let rows = largest_program(report);
+    let mut spec = ScopeSpec::default();
+    for row in &rows {
+        let selector = Selector::Workload(Workload::parse(row.workload.as_ref()?));
+        if spec.0.len() < NAMES_MOST && !spec.0.contains(&selector) {
+            spec.0.push(selector);
         }
     }
-    None
+    (spec.0.len() > 1 && selects(&spec, &rows)).then(|| format!("pagefold run {spec}"))
+}
+
+/// The processes that run the program with the most savable memory, none if there's no such memory.
+fn largest_program(report: &ScanReport) -> Vec<&ProcessRow> {
+    match report.programs.first() {
+        Some(program) if bytes_of(program.figures.savable) > 0 => {
+            report.looked_at().filter(|row| row.name == program.name).collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// Scopes to try, in this order: the program's name, the workload of its largest process, its processes in that
@@ -109,14 +110,13 @@ fn selects(spec: &ScopeSpec, rows: &[&ProcessRow]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::queue::KeptOutRow;
     use crate::golden::Run;
 
     #[test]
     fn beside_a_daemon_the_command_is_one_that_works() {
         let mut run = Run::by_ksmd();
         run.seconds(10);
-        let mut status = run.status();
+        let status = run.status();
         let mut pids: BTreeSet<i32> = status.programs.processes.iter().take(2).map(|row| row.pid).collect();
         let named = ScopeSpec(vec![Selector::Exe("redis-server".to_owned())]);
         assert_eq!(beside(&status, &named, &pids, true), None, "it's merged already");
@@ -124,8 +124,5 @@ mod tests {
         assert_eq!(beside(&status, &named, &pids, true).as_deref(), Some("pagefold enable --exe redis-server"));
         assert_eq!(beside(&status, &named, &pids, false), None, "the daemon has another scope");
         assert_eq!(beside(&status, &ScopeSpec::of_pids([1]), &pids, true), None, "enable takes names");
-        status.programs.kept_out = vec![KeptOutRow { selector: "--exe redis-server".to_owned(), uid: Some(7) }];
-        status.programs.processes[0].left_alone = Some(Exclusion::KeptOut { by: 7 }.to_string());
-        assert_eq!(beside(&status, &named, &pids, false).as_deref(), Some("pagefold include --exe redis-server"));
     }
 }

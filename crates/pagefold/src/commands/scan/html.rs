@@ -1,6 +1,6 @@
 //! The result of a scan as one self-contained web page.
 
-use super::report::{ProcessRow, ScanReport, size, way_in};
+use super::report::{ProcessRow, ScanReport, size};
 use super::sharing::Matrix;
 use crate::output::page::{Origin, escape, page as framed};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
@@ -39,11 +39,14 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
         table(&mut html, "By workload", "<th>Workload</th><th class=\"n wide\">Processes</th>", rows);
     }
     left_out(&mut html, report);
-    match &report.command {
-        Some(command) if report.is_worthwhile() => {
-            let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(command));
+    let advice = [
+        ("To save it", &report.command),
+        ("To save most of it, if these workloads trust each other", &report.across_workloads),
+    ];
+    for (head, command) in advice {
+        if let (Some(command), true) = (command, report.is_worthwhile()) {
+            let _ = writeln!(html, "<h2>{head}</h2>\n<pre><code>{}</code></pre>", escape(command));
         }
-        _ => {}
     }
     framed("pagefold scan", &html)
 }
@@ -199,7 +202,7 @@ fn left_out(html: &mut String, report: &ScanReport) {
             "<tr><td class=\"n\">{}</td><td>{}{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
-            way_in(&row.reason, Some("NAME".to_owned())),
+            escape(report.way_in(&row.reason)),
             escape(&where_),
         );
     }

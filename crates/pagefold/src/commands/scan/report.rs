@@ -9,7 +9,7 @@ use pagefold_host::scope::exclude::Exclusion;
 use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 
 pub const SCHEMA: &str = "pagefold.scan/1";
@@ -41,6 +41,9 @@ pub struct ScanReport {
     /// The command that saves the memory, if there's one.
     #[serde(skip)]
     pub command: Option<String>,
+    /// If there's none: the command that has several workloads share memory.
+    #[serde(skip)]
+    pub across_workloads: Option<String>,
     /// How much memory workloads have in common, for the web page only.
     #[serde(skip)]
     pub matrix: Option<Matrix>,
@@ -58,6 +61,9 @@ pub struct ProcessRow {
     pub kinds: Vec<KindRow>,
     pub excluded: Vec<LeftOut>,
     pub left_out: Option<String>,
+    /// What lets the process in, to print after the reason.
+    #[serde(skip)]
+    pub way_in: String,
     /// How many pages of the process's regions may be pinned. KSM can't merge pinned pages, so we subtract them from
     /// what's savable.
     #[serde(skip)]
@@ -141,6 +147,21 @@ fn groups_by_size(groups: BTreeMap<String, GroupRow>) -> Vec<GroupRow> {
 }
 
 impl ScanReport {
+    /// What lets in processes that are left out for this reason, if anything does, to print after the reason.
+    pub fn way_in(&self, reason: &str) -> &str {
+        let mut ways = BTreeSet::new();
+        for row in &self.processes {
+            if row.left_out.as_deref() == Some(reason) && !row.way_in.is_empty() {
+                ways.insert(row.way_in.as_str());
+            }
+        }
+        match ways.len() {
+            0 | 1 => ways.first().copied().unwrap_or_default(),
+            _ if reason == Exclusion::NotDumpable.to_string() => " (--allow NAME lets them in)",
+            _ => " (pagefold include lets them in)",
+        }
+    }
+
     /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes without figures. `cells` and
     /// `kinds` describe the cells of the census.
     pub fn of<K: Copy + Ord + Display>(
@@ -211,6 +232,7 @@ impl ScanReport {
             of: ("process", "processes"),
             is_host: false,
             command,
+            across_workloads: None,
             matrix: None,
         }
     }
@@ -267,14 +289,6 @@ impl ScanReport {
     /// Whether there's something to save. Below 1 % merging is hardly worth its cost.
     pub fn is_worthwhile(&self) -> bool {
         self.totals.savable > self.totals.resident / 100.0
-    }
-}
-
-/// If an option would let in a program left out for this reason, names the option, to print after the reason.
-pub fn way_in(reason: &str, name: Option<String>) -> String {
-    match name {
-        Some(name) if reason == Exclusion::NotDumpable.to_string() => format!(" (--allow {name} lets it in)"),
-        _ => String::new(),
     }
 }
 

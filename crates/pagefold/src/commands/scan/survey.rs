@@ -7,13 +7,14 @@
 
 use super::reader::ScanReader;
 use super::why::cause::{Cause, Causes};
+use crate::bounds::Bounds;
 use anyhow::Result;
 use pagefold_engine::host::PageState;
+use pagefold_engine::keys::DomainKey;
 use pagefold_engine::sampling::census::Cell;
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_host::scope::ProcessInfo;
-use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use pagefold_host::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_procmem::image::{compare_address_spaces, image_of};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, pinned_kib, read_smaps};
 use pagefold_procmem::memory::{PageReader, ReadHow};
@@ -58,6 +59,9 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
+    /// What lets the process in, to print after the reason.
+    pub way_in: String,
+    pub domain: DomainKey,
     /// Memory that we can't look at, by reason, if we look for causes.
     pub unseen: Vec<LeftOut>,
     /// Pinned pages. We don't know which ones they are.
@@ -160,7 +164,7 @@ type CellKey = (RegionKind, Option<Cause>);
 impl Survey {
     pub fn of(
         scoped: Vec<ProcessInfo>,
-        deny: &DenyList,
+        bounds: &mut Bounds,
         reader: &mut ScanReader,
         wanted: Wanted,
         mut progress: impl FnMut(),
@@ -170,9 +174,11 @@ impl Survey {
         let mut numbers = 0;
         for scoped in scoped {
             let mut surveyed = Surveyed {
+                domain: bounds.domain(&scoped),
                 scoped,
                 excluded: Vec::new(),
                 refused: None,
+                way_in: String::new(),
                 unseen: Vec::new(),
                 pinned: Pages(0),
                 gone: false,
@@ -182,7 +188,7 @@ impl Survey {
             };
             let cells_before = survey.cells.len();
             let joint_before = joint.len();
-            if let Err(error) = survey.add(&mut surveyed, deny, reader, wanted.causes, &mut joint, &mut numbers) {
+            if let Err(error) = survey.add(&mut surveyed, bounds, reader, wanted.causes, &mut joint, &mut numbers) {
                 surveyed.lose(error)?;
                 surveyed.regions.clear();
                 survey.cells.truncate(cells_before);
@@ -203,19 +209,20 @@ impl Survey {
     fn add(
         &mut self,
         surveyed: &mut Surveyed,
-        deny: &DenyList,
+        bounds: &mut Bounds,
         reader: &mut ScanReader,
         with_causes: bool,
         joint: &mut Vec<Joint>,
         numbers: &mut u32,
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
-        surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
+        surveyed.refused = bounds.exclusion(&surveyed.scoped)?;
         if surveyed.refused.is_none() {
             surveyed.refused = self.same_memory(process)?;
         }
         let mut left_out = LeftOutByReason::default();
         if let Some(refused) = &surveyed.refused {
+            surveyed.way_in = bounds.way_in(&surveyed.scoped, &refused.to_string());
             // We report the process's size, but read none of its pages.
             let details = reader.run(process, |_, process| read_smaps(process)).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();

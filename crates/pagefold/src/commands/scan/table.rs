@@ -1,6 +1,6 @@
 //! The result of a scan as text for a terminal.
 
-use super::report::{GroupRow, ScanReport, size, way_in};
+use super::report::{GroupRow, ScanReport, size};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_text::table::Table;
@@ -138,7 +138,7 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
         };
         let bytes = human(row.bytes);
         let where_ = style.dim(&format!("({where_})"));
-        text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, way_in(&row.reason, Some("NAME".to_owned()))));
+        text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, report.way_in(&row.reason)));
     }
     if ended > 0 {
         let processes = count(ended, "process", "processes");
@@ -153,5 +153,9 @@ fn next(text: &mut String, report: &ScanReport, style: Style) {
     } else if let Some(command) = &report.command {
         text.blank();
         text.line(format!("To save it:  {}", style.good(command)));
+    } else if let Some(command) = &report.across_workloads {
+        text.blank();
+        text.line("To save most of it, if these workloads trust each other:");
+        text.line(format!("  {}", style.good(command)));
     }
 }
