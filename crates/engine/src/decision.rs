@@ -96,6 +96,8 @@ pub enum Reason {
     Scattered,
     /// This many processes share it through fork, so merging it costs more than it saves.
     SharedByMany(u64),
+    /// It's shared through fork with processes that are out of scope or left alone. They'd keep its frames.
+    SharedWithOutsiders,
     /// Samples show few duplicates.
     #[default]
     Sparse,
@@ -123,6 +125,7 @@ impl fmt::Display for Reason {
             Self::Done => f.write_str("done"),
             Self::Scattered => f.write_str("scattered duplicates"),
             Self::SharedByMany(processes) => write!(f, "shared by {processes} processes"),
+            Self::SharedWithOutsiders => f.write_str("shared with processes not merged"),
             Self::Sparse => f.write_str("few duplicates"),
         }
     }

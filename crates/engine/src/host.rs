@@ -262,8 +262,8 @@ pub struct SamplePlan {
     /// For private pages of these regions, also report whether the page was active before we read it, and whether it's
     /// a merged page that nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
-    /// Read pages of these regions that are shared through fork, too. On request each region comes with all regions of
-    /// its family, itself included, for [`PageSample::outsiders`].
+    /// Read pages of these regions that are shared through fork, too. Each region comes with all regions of its family,
+    /// itself included, for [`PageSample::outsiders`].
     pub forked: BTreeMap<RegionKey, Vec<Span>>,
     /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,

@@ -11,6 +11,9 @@
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
+//! If a relative that we don't merge keeps that frame, merging the others doesn't free it, and `u` counts only frames of
+//! their own. If it's the frame that stays, the figure is too low. (With ksmd we only mark such pages along with others.)
+//!
 //! Once pages are merged, we can't tell how relatives came to share a frame. If relatives wrote the same contents after
 //! the fork, and ksmd merged these pages before we read them, we take them for sharers by fork.
 //!
@@ -288,7 +291,7 @@ struct Relatives {
     /// When we first saw the oldest relative with a frame of its own, and the oldest other one, nanoseconds.
     oldest_own_ns: u64,
     oldest_other_ns: u64,
-    /// Whether another relative still maps the frame that they shared through fork.
+    /// Whether somebody else still maps the frame that they shared through fork, as far as we know.
     is_frame_kept: bool,
 }
 
@@ -301,6 +304,7 @@ impl Default for Relatives {
 impl Relatives {
     fn add(&mut self, region: &Region, page: Vpn) {
         self.all += 1.0;
+        self.is_frame_kept |= region.usage.outside.contains(page);
         if region.usage.own.contains(page) {
             self.own += 1.0;
             self.oldest_own_ns = self.oldest_own_ns.min(region.seen_ns);
@@ -333,7 +337,7 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
         unmarked.entry(region.view.lineage).or_default().push(region);
     }
     for (&(lineage, page, _), family) in families {
-        family.is_frame_kept = shared.contains(&(lineage, page));
+        family.is_frame_kept |= shared.contains(&(lineage, page));
         for region in unmarked.get(&lineage).into_iter().flatten() {
             let is_there = region.has(page) && !region.is_marked(page);
             family.is_frame_kept |= is_there && !region.usage.own.contains(page);

@@ -468,6 +468,7 @@ impl LiveHost {
             charged_to: plan.charged_to.and_then(|key| Some(self.limits.name(key)?.to_owned())),
             count: plan.count.then(|| self.may_have_zeros()),
             hash_mode: self.hash_mode(plan),
+            takes_averages: self.requesting.device.is_none(),
             topology: self.placing.topology.clone(),
         }
     }

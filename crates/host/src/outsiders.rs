@@ -38,9 +38,10 @@ pub(crate) struct SharedPage {
 }
 
 impl SharedPage {
-    /// `None` if we can't tell how many processes map it.
-    pub(crate) fn of(view: &PageView<'_>, at: usize) -> Option<Self> {
-        if view.compound && !counts_each_page() {
+    /// `None` if we can't tell how many processes map it. If `takes_averages`, we take an average in a huge page for its
+    /// count.
+    pub(crate) fn of(view: &PageView<'_>, at: usize, takes_averages: bool) -> Option<Self> {
+        if view.compound && !takes_averages && !counts_each_page() {
             return None;
         }
         Some(Self { page: view.page, frame: view.frame?, at, members: 0 })

@@ -28,6 +28,7 @@ fn outsiders(master: &Holder, family: Vec<Member>) -> Vec<bool> {
         charged_to: None,
         count: None,
         hash_mode: HashMode::Read(Digester::new(1)),
+        takes_averages: false,
         topology: None,
     };
     let read = sample(PageReader::new(), job).unwrap();

@@ -50,6 +50,9 @@ pub(crate) struct SamplingJob {
     /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) hash_mode: HashMode,
+    /// Whether a huge page's average number of mappers will do for each of its pages. On request we must know, because
+    /// we'd merge outsiders' memory, too; ksmd would only merge in vain.
+    pub(crate) takes_averages: bool,
     /// Set on machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
@@ -186,7 +189,7 @@ impl PlanReading {
                 }
                 let outsiders = !family.is_empty() && may_be_forked(state);
                 if outsiders {
-                    shared.extend(SharedPage::of(&view, pages.len()));
+                    shared.extend(SharedPage::of(&view, pages.len(), job.takes_averages));
                 }
                 pages.push(PageSample { region: *region, page, state, huge, digest, active, lone, outsiders, node });
             });

@@ -101,6 +101,12 @@ impl Families {
         }
     }
 
+    #[track_caller]
+    fn assert_left_alone(&self) {
+        assert_eq!((self.frames(), self.sim.merged_pages()), (2 * PAGES, Pages(0)));
+        assert_eq!(self.sim.engine.saving().map(|saving| saving.saved), Some(Pages(0)));
+    }
+
     fn frames(&self) -> u64 {
         self.sim.truth().frames
     }
@@ -250,14 +256,39 @@ fn workers_that_come_back_at_once_leave_nobody_behind() {
 #[test]
 fn a_family_with_a_member_out_of_scope_is_left_alone() {
     for set in [SimHost::leave_alone, SimHost::set_out_of_scope] {
-        for is_master in [true, false] {
-            let mut families = Families::new(4);
+        for (is_master, host) in [(true, requested()), (false, requested()), (true, host()), (false, host())] {
+            let mut families = Families::on(host, 4);
             let member = if is_master { families.masters[0] } else { families.workers[1] };
             set(&mut families.sim, member, true);
-            families.run(60);
-            assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
+            families.sim.run(60);
+            families.assert_left_alone();
             set(&mut families.sim, member, false);
-            families.run(60);
+            families.sim.run(60);
+            families.assert_frames(0);
+        }
+    }
+}
+
+/// A web server's master runs as root, and only its workers are in scope; or the workers have changed their user, and
+/// only the masters are.
+#[test]
+fn families_without_their_masters_or_without_their_workers_are_left_alone_and_say_why() {
+    for are_masters_out in [true, false] {
+        for host in [requested(), host()] {
+            let mut families = Families::on(host, 4);
+            let masters = families.masters.to_vec();
+            let out = if are_masters_out { masters } else { families.workers.clone() };
+            for &member in &out {
+                families.sim.set_out_of_scope(member, true);
+            }
+            families.sim.run(60);
+            families.assert_left_alone();
+            families.assert_reasons(Reason::SharedWithOutsiders);
+            // The last outsiders end, and what's left can be merged.
+            for member in out {
+                families.sim.exit(member);
+            }
+            families.sim.run(120);
             families.assert_frames(0);
         }
     }
@@ -303,6 +334,23 @@ fn memory_that_a_member_out_of_scope_has_written_is_merged() {
     families.sim.set_out_of_scope(outsider, true);
     families.run(60);
     families.assert_frames(PAGES);
+}
+
+/// ksmd merges the other half along with it, but that frees nothing: the outsider keeps its frames.
+#[test]
+fn what_a_member_out_of_scope_keeps_is_not_counted_as_saved() {
+    let mut families = Families::on(host(), 4);
+    let outsider = families.workers[1];
+    families
+        .sim
+        .change_pages(outsider, 0..PAGES / 2, |host, region, page| _ = host.write(region, page, 7 << 32 | page.0));
+    families.sim.set_out_of_scope(outsider, true);
+    let before = families.frames();
+    families.sim.run(60);
+    let saved = before - families.frames();
+    assert!((PAGES * 45 / 100..PAGES * 55 / 100).contains(&saved), "{saved} frames of {PAGES}");
+    let said = families.sim.engine.saving().expect("it is counted").saved.0;
+    assert!(said.abs_diff(saved) <= saved / 50, "{said} frames, {saved} are saved");
 }
 
 /// Merging pages that are shared so often costs more than the frame is worth.

@@ -21,6 +21,7 @@ impl Engine {
         if self.table.iter().count() > DECIDED_EACH_CYCLE && !self.plan.reading.new_round {
             return;
         }
+        self.note_outsiders();
         let now_ns = self.snapshot.now_ns;
         let mut table = std::mem::take(&mut self.table);
         let sampled = table.sampled();
@@ -165,7 +166,11 @@ impl Engine {
             Kind::StaticallyDuplicated if self.is_merged(region) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,
-            _ => self.crowd(region).map_or(Reason::Sparse, Reason::SharedByMany),
+            _ => match self.crowd(region) {
+                Some(processes) => Reason::SharedByMany(processes),
+                None if self.has_outsiders(region) => Reason::SharedWithOutsiders,
+                None => Reason::Sparse,
+            },
         };
         Decision::new(Verb::Watch, reason)
     }

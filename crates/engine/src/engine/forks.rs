@@ -39,14 +39,13 @@ struct Family {
     reader: OwnerKey,
     /// Whether we may merge all of them. If one keeps the frame, merging the others saves nothing.
     is_ours: bool,
+    /// Whether others map most of the pages that they share, too.
+    has_outsiders: bool,
 }
 
 impl Family {
-    /// `None` if all these regions belong to one process, or if they're too many.
+    /// `None` if all these regions belong to one process.
     fn of(members: Vec<u32>, table: &RegionTable) -> Option<Self> {
-        if members.len() < 2 || members.len() > MEMBERS_MOST {
-            return None;
-        }
         let regions: Vec<&Region> = members.iter().filter_map(|&slot| table.get(slot)).collect();
         let owners: FxHashSet<OwnerKey> = regions.iter().map(|region| region.view.owner).collect();
         if owners.len() < 2 {
@@ -58,8 +57,9 @@ impl Family {
         let large = regions.iter().filter(|region| 2 * region.view.pages.0 >= largest.0);
         let reader = large.min_by_key(|region| region.view.key)?.view.owner;
         let domain = regions[0].view.domain;
-        let is_ours = regions.iter().all(|region| region.hold.may_sample() && region.view.domain == domain);
-        Some(Self { members, processes: count(owners.len()), reader, is_ours })
+        let may_be_merged = regions.iter().all(|region| region.hold.may_sample() && region.view.domain == domain);
+        let is_ours = may_be_merged && members.len() <= MEMBERS_MOST;
+        Some(Self { members, processes: count(owners.len()), reader, is_ours, has_outsiders: false })
     }
 }
 
@@ -141,8 +141,26 @@ impl Engine {
 
     /// How many processes share a region through fork, if these are too many to merge it.
     pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
-        let processes = self.families.get(region)?.processes;
-        (processes > RELATIVES_MOST && region.survey.is_mostly_forked()).then_some(processes)
+        let family = self.families.get(region)?;
+        let are_many = family.processes > RELATIVES_MOST || family.members.len() > MEMBERS_MOST;
+        (are_many && region.survey.is_mostly_forked()).then_some(family.processes)
+    }
+
+    /// Whether a region is mostly shared through fork with processes that we don't merge: they're out of scope or left
+    /// alone. So they'd keep the frames.
+    pub(super) fn has_outsiders(&self, region: &Region) -> bool {
+        if !region.survey.is_mostly_forked() {
+            return false;
+        }
+        self.family(region).is_none_or(|family| family.has_outsiders)
+    }
+
+    /// Notes which families mostly have pages that others map, too. Who reads a family's pages leaves such pages unread.
+    pub(super) fn note_outsiders(&mut self) {
+        for family in &mut self.families.0 {
+            let mut members = family.members.iter().filter_map(|&slot| self.table.get(slot));
+            family.has_outsiders = members.any(|member| member.reads_forked() && member.survey.is_mostly_forked());
+        }
     }
 
     /// The relative of a new region that had most pages merged before. The new region maps them, too.
@@ -158,20 +176,16 @@ impl Engine {
         parent
     }
 
-    /// The mappings in `runs` where we read pages that are shared through fork. On request each comes with all regions of
-    /// its families: whoever else maps such a page would get it merged, too.
+    /// The mappings in `runs` where we read pages that are shared through fork. Each comes with all regions of its families:
+    /// if others map such a page, too, they keep the frame, and on request they'd get it merged.
     pub(super) fn forked_among(&self, runs: &[PageRun]) -> BTreeMap<RegionKey, Vec<Span>> {
-        let on_request = !self.carrier().by_marks;
         let mut families: BTreeMap<RegionKey, BTreeSet<u32>> = BTreeMap::new();
         for run in runs {
             let Some(region) = self.table.at(run.region, run.first) else { continue };
             if !region.reads_forked() {
                 continue;
             }
-            let numbers = families.entry(run.region).or_default();
-            if on_request {
-                numbers.extend(region.relatives);
-            }
+            families.entry(run.region).or_default().extend(region.relatives);
         }
         let mut forked = BTreeMap::new();
         for (key, numbers) in families {

@@ -40,13 +40,15 @@ impl Engine {
     }
 
     fn record_sample(&mut self, slot: u32, sample: &PageSample) {
+        let by_marks = self.carrier().by_marks;
         let Some(region) = self.table.get_mut(slot) else { return };
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
         region.survey.has_present |= sample.state != PageState::Absent;
         if sample.outsiders && sample.state == PageState::Shared {
             region.usage.outside.insert(sample.page);
-        } else {
+        } else if !by_marks || sample.state != PageState::Merged {
+            // With ksmd the page may be merged along with its neighbours, and the others keep the old frame.
             region.usage.outside.remove(sample.page);
         }
         if sample.state == PageState::Shared {

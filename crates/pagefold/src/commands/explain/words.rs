@@ -93,6 +93,11 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         Reason::SharedByMany(processes) => format!(
             "Left alone: {processes} processes share it through fork. Merging it in all of them would cost more than it saves."
         ),
+        Reason::SharedWithOutsiders => {
+            "Left alone: it is shared through fork with processes that are out of scope or left alone. They would keep \
+             its pages, so merging it here would save nothing."
+                .to_owned()
+        }
         Reason::Sparse => {
             let threshold = percent(config.threshold().fraction(), 1.0);
             format!("Sampled rarely; read whole once samples show more than {threshold} duplicates.")
