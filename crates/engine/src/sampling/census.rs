@@ -3,7 +3,7 @@
 //! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content we can free `m - 1`.
 //! We can free all zero pages (the kernel's zero page replaces them), and all frames with a content that a merged page
 //! holds already. A frame that several processes share through fork counts once, and if they're too many to merge it, it
-//! counts as different from all others.
+//! counts as different from all others. If somebody else maps it, too, whom we don't merge, we don't read it at all.
 //!
 //! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. If `h` mappings share a frame, each gets `1/h` of it. So
 //! the figures of processes, kinds and cgroups add up to the total and don't depend on the order of reading. The `c`
@@ -50,6 +50,9 @@ pub struct Cell {
     pub shared: Pages,
     /// Frames of the shared pages, each divided by the number of its mappings.
     pub shared_frames: f64,
+    /// Frames of the shared pages that others map, too, whom we don't merge. They'd keep these frames. Each is divided by
+    /// the number of its mappings, and isn't in `shared_frames`.
+    pub kept_frames: f64,
     /// Pages merged already.
     pub merged: Pages,
     /// Frames of the merged pages, each divided by the number of its mappings in scope.

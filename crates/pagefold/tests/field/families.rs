@@ -111,3 +111,34 @@ fn equal_memory_that_workers_wrote_themselves_counts_as_saved() {
     }
     ksm.end(daemon, &pids);
 }
+
+/// Masters run as root and workers as another user, or only one of them is in scope for another reason. Whoever is out of
+/// scope keeps the frames that all share.
+#[test]
+fn families_with_members_out_of_scope_are_promised_nothing_and_left_alone() {
+    const SECONDS: Duration = Duration::from_secs(8);
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let masters = [prefork(), prefork()];
+    let all = members(&masters);
+    let unmerged = held(&all);
+    let of_masters: Vec<i32> = masters.iter().map(|(master, _)| master.pid()).collect();
+    let of_workers: Vec<i32> = masters.iter().flat_map(|(_, workers)| workers.clone()).collect();
+    for pids in [of_masters, of_workers] {
+        let report = scan(&pids);
+        assert!(savable_mib(&report) < 5, "scan promises {} MiB", savable_mib(&report));
+        let reason = "shared through fork with processes out of scope or left alone";
+        let left_out = row(&report["excluded"], "reason", reason)["bytes"].as_u64().unwrap();
+        assert!(left_out.abs_diff(held(&pids)) < 5 * MIB, "{} MiB left out", left_out / MIB);
+        let daemon = run(&pids);
+        let began = Instant::now();
+        while began.elapsed() < SECONDS {
+            std::thread::sleep(Duration::from_millis(100));
+            let state = status();
+            assert!(state["saved_bytes"].as_u64().is_none_or(|saved| saved < MIB), "{state}");
+        }
+        assert!(saved_mib(unmerged, &all) < 5 && number("pages_shared") < PAGES_PER_MIB);
+        let reason = "shared through fork with processes that are out of scope";
+        assert_has(&succeed(&["explain", &pids[0].to_string()]), &[reason]);
+        ksm.end(daemon, &pids);
+    }
+}

@@ -295,7 +295,7 @@ fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents:
     let net = gross - metadata;
     let worth = net > 0.0;
     Figures {
-        resident: held + cell.merged_frames,
+        resident: held + cell.merged_frames + cell.kept_frames,
         anonymous: held - cell.shared_frames + (cell.shared + cell.merged).0 as f64,
         zero,
         duplicate_within: within,

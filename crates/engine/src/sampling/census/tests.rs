@@ -255,3 +255,16 @@ fn frames_that_too_many_processes_share_save_nothing() {
         assert!((total.resident - 200.0).abs() < 1e-6, "{total:?}");
     }
 }
+
+#[test]
+fn frames_that_outsiders_keep_are_resident_and_save_nothing() {
+    for fraction in [1.0, 0.5] {
+        let cell = Cell { private: Pages(10), shared: Pages(100), kept_frames: 50.0, ..Cell::default() };
+        let mut census = Census::new(vec![cell]);
+        for page in 0..10 {
+            census.add_private(0, page, Digest::ZERO);
+        }
+        let total = census.findings(fraction).total;
+        assert_eq!((total.resident, total.savable_gross, total.fork_shared), (60.0, 10.0, 100.0));
+    }
+}

@@ -3,19 +3,20 @@
 //!
 //! We walk the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). This gives us
 //! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork only
-//! once, among the pages of its first holder.
+//! once, among the pages of its first holder, and not at all if processes map it that are out of scope or left alone.
 
 use super::reader::ScanReader;
 use super::why::cause::{Cause, Causes};
 use crate::bounds::Bounds;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use pagefold_engine::host::PageState;
 use pagefold_engine::keys::DomainKey;
-use pagefold_engine::sampling::census::Cell;
+use pagefold_engine::sampling::census::{Cell, bytes_of};
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_procmem::image::{compare_address_spaces, image_of};
+use pagefold_procmem::mappers::mappers_of;
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, pinned_kib, read_smaps};
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::{Process, ReadError};
@@ -25,6 +26,10 @@ use serde::Serialize;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// Why we leave out memory that others share through fork, too. They'd keep its frames, so merging it would save
+/// nothing.
+const SHARED_WITH_OUTSIDERS: &str = "shared through fork with processes out of scope or left alone";
 
 #[derive(Debug, Default)]
 pub struct Survey {
@@ -199,7 +204,7 @@ impl Survey {
             survey.processes.push(surveyed);
             progress();
         }
-        survey.settle(&mut joint);
+        survey.settle(&mut joint)?;
         if wanted.causes {
             survey.joint = joint;
         }
@@ -324,15 +329,32 @@ impl Survey {
         })
     }
 
-    /// Divides joint frames among their holders, and decides in which process we read each frame.
-    fn settle(&mut self, joint: &mut [Joint]) {
+    /// Divides joint frames among their holders, and decides in which process we read each frame. We leave out frames
+    /// shared through fork that have more mappers than holders.
+    fn settle(&mut self, joint: &mut [Joint]) -> Result<()> {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
-        for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
-            let part = 1.0 / holders.len() as f64;
+        let by_frame: Vec<&[Joint]> = joint.chunk_by(|a, b| a.frame == b.frame).collect();
+        let frames: Vec<u64> = by_frame.iter().map(|holders| holders[0].frame).collect();
+        let mappers = mappers_of(&frames).context("cannot read /proc/kpagecount")?;
+        let mut kept: BTreeMap<(u32, u32), f64> = BTreeMap::new();
+        for (holders, mappers) in by_frame.into_iter().zip(mappers) {
             // If holders differ, the frame was merged during the survey, and the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
+            let in_scope = u32::try_from(holders.len()).unwrap_or(u32::MAX);
+            if !merged && mappers > in_scope && holders.iter().all(|holder| self.cause(holder).is_none()) {
+                for holder in holders {
+                    let part = 1.0 / f64::from(mappers);
+                    *kept.entry((holder.process, holder.region)).or_default() += part;
+                    let cell = self.cell_of(holder);
+                    let facts = &mut self.cells[cell as usize];
+                    facts.shared += Pages(1);
+                    facts.kept_frames += part;
+                }
+                continue;
+            }
+            let part = 1.0 / f64::from(in_scope);
             for holder in holders {
-                let cell = self.processes[holder.process as usize].regions[holder.region as usize].cell;
+                let cell = self.cell_of(holder);
                 let facts = &mut self.cells[cell as usize];
                 if merged {
                     facts.merged += Pages(1);
@@ -351,6 +373,16 @@ impl Survey {
                 process.regions[first.region as usize].runs.push((first.page, 1));
             }
         }
+        for (number, process) in (0..).zip(&mut self.processes) {
+            let of_process: Vec<f64> = kept.range((number, 0)..=(number, u32::MAX)).map(|(_, &frames)| frames).collect();
+            if !of_process.is_empty() {
+                let regions = u32::try_from(of_process.len()).unwrap_or(u32::MAX);
+                let bytes = bytes_of(of_process.iter().sum());
+                let reason = SHARED_WITH_OUTSIDERS.to_owned();
+                process.excluded.push(LeftOut { reason, bytes, regions, is_out_of_reach: false });
+                process.excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
+            }
+        }
         for process in &mut self.processes {
             process.merged.sort_unstable();
             for region in &mut process.regions {
@@ -361,6 +393,16 @@ impl Survey {
                 }
             }
         }
+        Ok(())
+    }
+
+    fn cell_of(&self, joint: &Joint) -> u32 {
+        self.processes[joint.process as usize].regions[joint.region as usize].cell
+    }
+
+    /// Why a page is out of reach, if it is.
+    pub fn cause(&self, joint: &Joint) -> Option<Cause> {
+        self.causes[self.cell_of(joint) as usize]
     }
 
     /// Finds the cells that hold a frame shared through fork, one for each page table entry. None if we don't know the

@@ -11,7 +11,7 @@ pub mod words;
 use super::report::Cost;
 use super::scanner::Memory;
 use super::sharing::Groups;
-use super::survey::{Joint, Survey, Surveyed, Wanted};
+use super::survey::{Survey, Surveyed, Wanted};
 use super::{Prepared, ProcessMemory, ScanArgs, refuse_if_none_may_be_read};
 use crate::config::settings;
 use anyhow::Result;
@@ -330,18 +330,13 @@ fn add_common_frames(survey: &Survey, groups: &Groups, sums: &mut [Sums]) -> Com
             continue;
         }
         let merged = frame.iter().any(|joint| joint.merged);
-        let by_file = frame.iter().any(|joint| cause_of(survey, joint).is_some_and(Cause::is_of_file));
+        let by_file = frame.iter().any(|joint| survey.cause(joint).is_some_and(Cause::is_of_file));
         for &holder in &holders {
             sums[holder].common.add(merged, by_file);
         }
         total.add(merged, by_file);
     }
     total
-}
-
-fn cause_of(survey: &Survey, joint: &Joint) -> Option<Cause> {
-    let region = survey.processes[index(joint.process)].regions.get(index(joint.region))?;
-    survey.causes[index(region.cell)]
 }
 
 #[cfg(test)]
