@@ -144,13 +144,10 @@ impl Events {
             same.times += 1;
             return;
         }
-        match &mut self.journal {
-            Some((journal, limit)) if !event.is_printed() => {
-                if event.pid.is_none() || limit.admit(Instant::now()).is_some() {
-                    journal.add(&event.fields(self.dry_run));
-                }
+        if let Some((journal, limit)) = &mut self.journal {
+            if !event.is_printed() && (event.pid.is_none() || limit.admit(Instant::now()).is_some()) {
+                journal.add(&event.fields(self.dry_run));
             }
-            _ => {}
         }
         if self.list.len() == MOST {
             self.list.pop_front();

@@ -374,7 +374,8 @@ impl Survey {
             }
         }
         for (number, process) in (0..).zip(&mut self.processes) {
-            let of_process: Vec<f64> = kept.range((number, 0)..=(number, u32::MAX)).map(|(_, &frames)| frames).collect();
+            let of_process: Vec<f64> =
+                kept.range((number, 0)..=(number, u32::MAX)).map(|(_, &frames)| frames).collect();
             if !of_process.is_empty() {
                 let regions = u32::try_from(of_process.len()).unwrap_or(u32::MAX);
                 let bytes = bytes_of(of_process.iter().sum());
