@@ -336,7 +336,7 @@ impl Survey {
         let by_frame: Vec<&[Joint]> = joint.chunk_by(|a, b| a.frame == b.frame).collect();
         let frames: Vec<u64> = by_frame.iter().map(|holders| holders[0].frame).collect();
         let mappers = mappers_of(&frames).context("cannot read /proc/kpagecount")?;
-        let mut kept: BTreeMap<(u32, u32), f64> = BTreeMap::new();
+        let mut kept: BTreeMap<u32, BTreeMap<u32, f64>> = BTreeMap::new();
         for (holders, mappers) in by_frame.into_iter().zip(mappers) {
             // If holders differ, the frame was merged during the survey, and the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
@@ -344,7 +344,7 @@ impl Survey {
             if !merged && mappers > in_scope && holders.iter().all(|holder| self.cause(holder).is_none()) {
                 for holder in holders {
                     let part = 1.0 / f64::from(mappers);
-                    *kept.entry((holder.process, holder.region)).or_default() += part;
+                    *kept.entry(holder.process).or_default().entry(holder.region).or_default() += part;
                     let cell = self.cell_of(holder);
                     let facts = &mut self.cells[cell as usize];
                     facts.shared += Pages(1);
@@ -373,16 +373,12 @@ impl Survey {
                 process.regions[first.region as usize].runs.push((first.page, 1));
             }
         }
-        for (number, process) in (0..).zip(&mut self.processes) {
-            let of_process: Vec<f64> =
-                kept.range((number, 0)..=(number, u32::MAX)).map(|(_, &frames)| frames).collect();
-            if !of_process.is_empty() {
-                let regions = u32::try_from(of_process.len()).unwrap_or(u32::MAX);
-                let bytes = bytes_of(of_process.iter().sum());
-                let reason = SHARED_WITH_OUTSIDERS.to_owned();
-                process.excluded.push(LeftOut { reason, bytes, regions, is_out_of_reach: false });
-                process.excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
-            }
+        for (number, frames_by_region) in kept {
+            let excluded = &mut self.processes[number as usize].excluded;
+            let regions = u32::try_from(frames_by_region.len()).unwrap_or(u32::MAX);
+            let bytes = bytes_of(frames_by_region.values().sum());
+            excluded.push(LeftOut { reason: SHARED_WITH_OUTSIDERS.to_owned(), bytes, regions, is_out_of_reach: false });
+            excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
         }
         for process in &mut self.processes {
             process.merged.sort_unstable();
