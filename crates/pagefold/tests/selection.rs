@@ -109,7 +109,7 @@ sys.stdin.readline()"
 }
 
 #[test]
-fn files_that_a_program_maps_do_not_keep_it_out() {
+fn files_and_guards_that_a_program_maps_do_not_keep_it_out() {
     if !can_read_pages() {
         return;
     }
@@ -122,7 +122,9 @@ fn files_that_a_program_maps_do_not_keep_it_out() {
         "index = open('{file}')
 libc = ctypes.CDLL(None)
 for at in range(20000):
-    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, index.fileno(), ctypes.c_long(at * 8192))"
+    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, index.fileno(), ctypes.c_long(at * 8192))
+for at in range(20000): # stacks and guards of threads that did nothing yet
+    libc.mmap(None, ctypes.c_size_t(4096), 3 * (at % 2), 0x22, -1, ctypes.c_long(0))"
     ));
     let pids = [maps[0].pid(), maps[1].pid()];
     let scan = json_of(&with_pids(&["scan"], &pids, &[]));

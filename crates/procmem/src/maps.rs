@@ -153,10 +153,9 @@ pub struct VmaDetail {
 }
 
 impl VmaDetail {
-    /// Whether KSM could merge pages of this mapping, now or once they're written.
+    /// Whether KSM could merge pages of this mapping. Stacks of threads that sleep and guards have none.
     fn can_be_merged(&self) -> bool {
-        !self.vma.perms.shared
-            && (self.vma.inode == 0 || self.anonymous_kib > 0 || self.swap_kib > 0 || self.flags.has(*b"mg"))
+        !self.vma.perms.shared && (self.anonymous_kib > 0 || self.swap_kib > 0 || self.flags.has(*b"mg"))
     }
 
     /// Whether nearly all present memory of this mapping is pinned.
@@ -242,8 +241,8 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 /// read it, and as much again for its region. The kernel allows 65,530 mappings by default (`vm.max_map_count`), with
 /// names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
-/// We list this many of the other mappings (shared memory, and files with no page written) one by one, and add up the
-/// rest. Search servers map tens of thousands of files.
+/// We list this many of the other mappings (shared memory, and private ones with no page written) one by one, and add up
+/// the rest. Search servers map tens of thousands of files, and each thread has a guard page.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -348,8 +347,8 @@ const READS_MOST: u32 = 16;
 const MOST_KIB: u64 = 1 << 47;
 
 /// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
-/// some 10 ns per present page. Of the mappings that KSM can't merge we list at most `OTHERS_MOST`, and add the sizes
-/// of the rest to the last of these.
+/// some 10 ns per present page. Of the mappings that KSM can't merge we list at most `OTHERS_MOST`, and add the present
+/// pages of the rest to one of these, and empty parts of mappings that marks have split.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if KSM could merge more than [`MAPPINGS_MOST`].
@@ -461,8 +460,8 @@ struct Details {
     end: u64,
     /// How many of `found` KSM could merge.
     mergeable: usize,
-    /// Index of the last mapping in `found` that KSM can't merge.
-    last_other: usize,
+    /// Index of the last mapping in `found` that has present pages that KSM can't merge.
+    last_other: Option<usize>,
 }
 
 impl Details {
@@ -479,18 +478,19 @@ impl Details {
     /// it.
     fn settle_last(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
         let Some(last) = self.found.pop().filter(keep) else { return };
-        if last.can_be_merged() {
+        // An empty part belongs to the mapping before it if only the mark differs.
+        let is_part = self.found.last().is_some_and(|before| before.can_be_merged() && before.continues(&last));
+        let is_full = self.found.len() - self.mergeable >= OTHERS_MOST;
+        let is_empty = last.rss_kib == 0;
+        if last.can_be_merged() || is_part {
             self.mergeable += 1;
-        } else if self.found.len() - self.mergeable >= OTHERS_MOST {
-            let is_next = self.last_other + 1 == self.found.len();
-            let other = &mut self.found[self.last_other];
-            other.rss_kib += last.rss_kib;
-            if is_next {
-                other.vma.end = last.vma.end;
-            }
+        } else if is_full && is_empty {
             return;
-        } else {
-            self.last_other = self.found.len();
+        } else if let Some(other) = self.last_other.filter(|_| is_full) {
+            self.found[other].rss_kib += last.rss_kib;
+            return;
+        } else if !is_empty {
+            self.last_other = Some(self.found.len());
         }
         self.found.push(last);
     }
