@@ -563,7 +563,7 @@ fn survey() -> ScanReport {
         excluded: Vec::new(),
         left_out: left_out.map(str::to_owned),
         way_in: if pid == 4_004 { " (--allow ssh-agent lets it in)".to_owned() } else { String::new() },
-        pinned: 0.0,
+        pinned_part: 0.0,
     };
     let cgroup =
         |cgroup: &str, processes, mib| CgroupRow { cgroup: cgroup.to_owned(), processes, figures: figures(mib) };

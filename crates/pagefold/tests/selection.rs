@@ -134,23 +134,63 @@ for at in range(20000): # stacks and guards of threads that did nothing yet
     assert_has(&succeed(&["explain", &pids[0].to_string()]), &["16 MiB marked", "shared mapping"]);
 }
 
+/// Code that registers the first MiB of a Python object as a buffer of io_uring (io_uring_setup and io_uring_register),
+/// which pins them.
+fn pinning(object: &str, mib: u64) -> String {
+    format!(
+        "call = ctypes.CDLL(None, use_errno=True).syscall
+ring = call(425, 8, ctypes.byref((ctypes.c_char * 120)()))
+start = ctypes.addressof(ctypes.c_char.from_buffer({object}))
+buffer = ctypes.create_string_buffer(struct.pack('QQ', start, {mib} << 20), 16)
+if ring < 0 or call(427, ring, 0, buffer, 1) < 0:
+    data = None"
+    )
+}
+
+fn are_16_mib_pinned(pid: i32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("VmPin:\t   16384 kB")
+}
+
+#[test]
+fn memory_beside_pinned_pages_is_promised() {
+    if !can_read_pages() {
+        return;
+    }
+    // `data` and a copy of it, of which a half is pinned; and `data` beside shared memory, all of which is pinned.
+    let half = alike(&format!(
+        "more = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(len(more) // 4096):
+    more[page * 4096:page * 4096 + 32] = hashlib.sha256(b'more %d' % page).digest()
+{}",
+        pinning("more", 16)
+    ));
+    let shared =
+        alike(&format!("shared = mmap.mmap(-1, 16 << 20)\nshared[:] = b'x' * len(shared)\n{}", pinning("shared", 16)));
+    for (programs, expected) in [(half, 8), (shared, 8)] {
+        let pids = [programs[0].pid(), programs[1].pid()];
+        if !pids.iter().all(|&pid| are_16_mib_pinned(pid)) {
+            return skip_unsupported("io_uring pins no buffers here");
+        }
+        let scan = json_of(&with_pids(&["scan", "--exact"], &pids, &[]));
+        let why = json_of(&with_pids(&["scan", "--why"], &pids, &[]));
+        for pid in pids {
+            // Python's own heaps are alike, too.
+            let savable = row(&scan["processes"], "pid", pid)["savable_bytes"].as_u64().unwrap() / MIB;
+            assert!((expected - 1..=expected + 4).contains(&savable), "{savable} MiB, not {expected}: {scan}");
+        }
+        let duplicates = why["totals"]["mergeable_duplicate_bytes"].as_u64().unwrap() / MIB;
+        assert!((2 * expected - 2..=2 * expected + 8).contains(&duplicates), "{duplicates} MiB: {why}");
+    }
+}
+
 #[test]
 fn pinned_memory_is_not_promised() {
     if !can_read_pages() {
         return;
     }
-    // Register `data` as a buffer of io_uring (io_uring_setup and io_uring_register), which pins it.
-    let pinned = alike(
-        "call = ctypes.CDLL(None, use_errno=True).syscall
-ring = call(425, 8, ctypes.byref((ctypes.c_char * 120)()))
-start = ctypes.addressof(ctypes.c_char.from_buffer(data))
-buffer = ctypes.create_string_buffer(struct.pack('QQ', start, len(data)), 16)
-if ring < 0 or call(427, ring, 0, buffer, 1) < 0:
-    data = None",
-    );
+    let pinned = alike(&pinning("data", 16));
     let pids = [pinned[0].pid(), pinned[1].pid()];
-    let pin = |pid: i32| fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("VmPin:\t   16384 kB");
-    if !pids.iter().all(|&pid| pin(pid)) {
+    if !pids.iter().all(|&pid| are_16_mib_pinned(pid)) {
         return skip_unsupported("io_uring pins no buffers here");
     }
     let scan = json_of(&with_pids(&["scan", "--exact"], &pids, &[]));

@@ -392,7 +392,7 @@ impl From<&Surveyed> for ProcessRow {
             excluded: surveyed.excluded.clone(),
             left_out,
             way_in: surveyed.way_in.clone(),
-            pinned: surveyed.pinned.0 as f64,
+            pinned_part: surveyed.pinned_part,
             ..Self::default()
         }
     }

@@ -64,10 +64,10 @@ pub struct ProcessRow {
     /// What lets the process in, to print after the reason.
     #[serde(skip)]
     pub way_in: String,
-    /// How many pages of the process's regions may be pinned. KSM can't merge pinned pages, so we subtract them from
+    /// What part of the process's mergeable memory is pinned. KSM can't merge pinned pages, so we subtract this part from
     /// what's savable.
     #[serde(skip)]
-    pub pinned: f64,
+    pub pinned_part: f64,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -179,10 +179,10 @@ impl ScanReport {
         for (number, &found) in findings.cells.iter().enumerate() {
             let row = &mut rows[index(cells[number].process)];
             let mut figures = found;
-            let pinned = row.pinned.min(figures.savable);
-            row.pinned -= pinned;
-            figures.savable -= pinned;
-            totals.savable -= pinned;
+            figures.savable *= 1.0 - row.pinned_part;
+            figures.savable_gross *= 1.0 - row.pinned_part;
+            totals.savable -= found.savable - figures.savable;
+            totals.savable_gross -= found.savable_gross - figures.savable_gross;
             row.figures += figures;
             row.kinds.push(KindRow { kind: kinds[number].to_string(), figures });
             *by_kind.entry(kinds[number]).or_default() += figures;
@@ -308,12 +308,12 @@ mod tests {
         let findings = Findings { cells, total, error: 0.0 };
         let cells = [0, 0, 1].map(|process| Cell { process, ..Cell::default() });
         let kinds = [RegionKind::Heap, RegionKind::Anonymous, RegionKind::Heap];
-        let rows = || vec![ProcessRow { pid: 1, pinned: 100.0, ..ProcessRow::default() }, ProcessRow::default()];
+        let rows = || vec![ProcessRow { pid: 1, pinned_part: 0.5, ..ProcessRow::default() }, ProcessRow::default()];
         let report = ScanReport::of(rows(), &cells, &kinds, &findings, 1.0, String::new(), Cost::default());
-        assert_eq!(bytes_of(report.totals.savable), 90 << 12);
+        assert_eq!(bytes_of(report.totals.savable), 120 << 12);
         let by_row: Vec<_> = report.processes.iter().map(|row| (row.pid, row.figures.savable)).collect();
-        assert_eq!(by_row, [(0, 50.0), (1, 40.0)]);
+        assert_eq!(by_row, [(1, 70.0), (0, 50.0)]);
         let by_kind: f64 = report.kinds.iter().map(|row| row.figures.savable).sum();
-        assert_eq!(bytes_of(by_kind), 90 << 12);
+        assert_eq!(bytes_of(by_kind), 120 << 12);
     }
 }

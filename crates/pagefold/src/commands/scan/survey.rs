@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use pagefold_engine::host::PageState;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::sampling::census::{Cell, bytes_of};
-use pagefold_engine::units::{Pages, Vpn};
+use pagefold_engine::units::{Pages, Vpn, index};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_procmem::image::{compare_address_spaces, image_of};
@@ -69,8 +69,10 @@ pub struct Surveyed {
     pub domain: DomainKey,
     /// Memory that we can't look at, by reason, if we look for causes.
     pub unseen: Vec<LeftOut>,
-    /// Pinned pages. We don't know which ones they are.
-    pub pinned: Pages,
+    /// Pinned pages, as far as memory that KSM can't merge anyway can't hold them. We don't know which ones they are.
+    pinned: Pages,
+    /// So we take this part of all mergeable memory for pinned.
+    pub pinned_part: f64,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
     /// The mappings to read, by ascending address.
@@ -186,6 +188,7 @@ impl Survey {
                 way_in: String::new(),
                 unseen: Vec::new(),
                 pinned: Pages(0),
+                pinned_part: 0.0,
                 gone: false,
                 regions: Vec::new(),
                 ranges: Vec::new(),
@@ -251,7 +254,7 @@ impl Survey {
             };
             if let Some(exclusion) = &exclusion {
                 let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
-                if *exclusion == Exclusion::Pinned {
+                if exclusion.is_out_of_reach() {
                     pinned_kib = pinned_kib.saturating_sub(kib);
                 }
                 if kib > 0 && *exclusion != Exclusion::NothingAnonymous {
@@ -380,7 +383,14 @@ impl Survey {
             excluded.push(LeftOut { reason: SHARED_WITH_OUTSIDERS.to_owned(), bytes, regions, is_out_of_reach: false });
             excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
         }
-        for process in &mut self.processes {
+        let mut held = vec![0.0; self.processes.len()];
+        for (cell, cause) in self.cells.iter().zip(&self.causes) {
+            if cause.is_none() {
+                held[index(cell.process)] += cell.private.0 as f64 + cell.shared_frames;
+            }
+        }
+        for (process, held) in self.processes.iter_mut().zip(held) {
+            process.pinned_part = (process.pinned.0 as f64 / f64::max(held, 1.0)).min(1.0);
             process.merged.sort_unstable();
             for region in &mut process.regions {
                 if region.is_read {

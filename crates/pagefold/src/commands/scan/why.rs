@@ -294,25 +294,22 @@ fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable:
             sums.add_out_of_reach(cause, duplicate, read - duplicate);
         } else {
             let own = mergeable.cells[number].savable_gross.min(duplicate);
-            sums.duplicate += own;
+            let pinned = own * process.pinned_part;
+            sums.duplicate += own - pinned;
+            sums.add_out_of_reach(Cause::Pinned, pinned, 0.0);
             sums.add_out_of_reach(Cause::Copies, duplicate - own, 0.0);
             sums.unique += read - duplicate;
         }
     }
 }
 
-/// Adds what we couldn't look at, and subtracts the pages that may be pinned.
+/// Adds what we couldn't look at.
 fn add_processes(survey: &Survey, groups: &Groups, sums: &mut [Sums]) {
     for (process, &group) in survey.processes.iter().zip(&groups.of_process) {
         let sums = &mut sums[group];
         sums.processes += 1;
         for unseen in &process.unseen {
             sums.add_unknown(&unseen.reason, (unseen.bytes >> 12) as f64);
-        }
-        let pinned = (process.pinned.0 as f64).min(sums.duplicate);
-        if pinned > 0.0 {
-            sums.duplicate -= pinned;
-            sums.add_out_of_reach(Cause::Pinned, pinned, 0.0);
         }
     }
 }
