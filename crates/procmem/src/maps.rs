@@ -144,6 +144,8 @@ pub struct VmaDetail {
     pub anon_huge_kib: u64,
     /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
     pub ksm_kib: Option<u64>,
+    /// `Shared_Hugetlb` and `Private_Hugetlb`: present hugetlb pages, which aren't in `Rss`.
+    pub hugetlb_kib: u64,
     pub flags: VmFlags,
     /// Size of the mapping before marks split it: the bytes of this one and of its neighbours that differ only in the
     /// mark.
@@ -408,20 +410,18 @@ fn read_details(
 }
 
 /// How much of a process is pinned for I/O, KiB, as far as the kernel counts it. VFIO's pins count as locked memory. We
-/// subtract hugetlb pages and pages of drivers: they aren't in `Rss`, and may be all that's pinned.
+/// subtract present hugetlb pages: they aren't in `Rss`, and may be all that's pinned. The kernel refuses to pin pages of
+/// devices (VM_IO, VM_PFNMAP).
 pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     let mut locked_kib = 0;
-    let mut uncounted_kib = 0;
+    let mut hugetlb_kib: u64 = 0;
     for detail in details {
-        let kib = (detail.vma.end - detail.vma.start) >> 10;
         if detail.flags.has(*b"lo") {
-            locked_kib += kib;
+            locked_kib += (detail.vma.end - detail.vma.start) >> 10;
         }
-        if [*b"ht", *b"pf", *b"io", *b"mm"].iter().any(|flag| detail.flags.has(*flag)) {
-            uncounted_kib += kib;
-        }
+        hugetlb_kib = hugetlb_kib.saturating_add(detail.hugetlb_kib);
     }
-    (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(uncounted_kib)
+    (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(hugetlb_kib)
 }
 
 /// The kernel doesn't say which pages are pinned. But they're all present: if more pages are pinned than all other
@@ -481,13 +481,14 @@ impl Details {
         // An empty part belongs to the mapping before it if only the mark differs.
         let is_part = self.found.last().is_some_and(|before| before.can_be_merged() && before.continues(&last));
         let is_full = self.found.len() - self.mergeable >= OTHERS_MOST;
-        let is_empty = last.rss_kib == 0;
+        let is_empty = last.rss_kib == 0 && last.hugetlb_kib == 0;
         if last.can_be_merged() || is_part {
             self.mergeable += 1;
         } else if is_full && is_empty {
             return;
         } else if let Some(other) = self.last_other.filter(|_| is_full) {
             self.found[other].rss_kib += last.rss_kib;
+            self.found[other].hugetlb_kib = self.found[other].hugetlb_kib.saturating_add(last.hugetlb_kib);
             return;
         } else if !is_empty {
             self.last_other = Some(self.found.len());
@@ -509,6 +510,7 @@ impl Details {
                 swap_kib: 0,
                 anon_huge_kib: 0,
                 ksm_kib: None,
+                hugetlb_kib: 0,
                 flags: VmFlags::default(),
                 original_bytes: 0,
                 pinned_kib: 0,
@@ -525,6 +527,9 @@ impl Details {
             b"Swap" => detail.swap_kib = kib(value)?,
             b"AnonHugePages" => detail.anon_huge_kib = kib(value)?,
             b"KSM" => detail.ksm_kib = Some(kib(value)?),
+            b"Shared_Hugetlb" | b"Private_Hugetlb" => {
+                detail.hugetlb_kib = detail.hugetlb_kib.saturating_add(kib(value)?);
+            }
             b"VmFlags" => {
                 detail.flags = words(value).filter_map(|word| <[u8; 2]>::try_from(word).ok()).collect();
             }

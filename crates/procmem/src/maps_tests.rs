@@ -189,8 +189,15 @@ fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
     assert_eq!(pinned(16), [(12, false), (0, false)]);
     assert_eq!(pinned(34), [(30, true), (2, false)]);
     assert_eq!(pinned(99), [(32, true), (4, true)]);
-    let with_hugetlb = [&text[..], b"10000-20000 rw-s 0 0:1 1\nRss: 0 kB\nVmFlags: rd wr sh ht\n"].concat();
-    assert_eq!(pinned_kib(&parse_smaps(&with_hugetlb).unwrap(), &status(90, 0)), 26, "64 KiB may be in huge pages");
+    // A mapping of huge pages, of which some are present, and one of a device.
+    let beside = |huge_kib: u64| {
+        let more = format!(
+            "10000-90000 rw-s 0 0:1 1\nRss: 0 kB\nShared_Hugetlb: {huge_kib} kB\nPrivate_Hugetlb: 16 kB\nVmFlags: rd sh ht\n\
+             100000-900000 rw-s 0 0:1 1\nRss: 0 kB\nVmFlags: rd sh pf io de\n"
+        );
+        pinned_kib(&parse_smaps(&[text, more.as_bytes()].concat()).unwrap(), &status(90, 0))
+    };
+    assert_eq!((beside(48), beside(0)), (26, 74), "64 KiB may be in huge pages, or 16");
     let mut details = parse_smaps(text).unwrap();
     assert_eq!(pinned_kib(&details, &status(8, 40)), 48, "VFIO pins memory that counts as locked");
     details[0].flags.insert(*b"lo");
