@@ -27,6 +27,8 @@ use thiserror::Error;
 
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
+/// The kernel cuts command names off.
+const COMM_MOST: usize = 15;
 /// The kernel adds this to the path of a file that was removed or replaced.
 const DELETED: &[u8] = b" (deleted)";
 
@@ -104,7 +106,8 @@ impl Deref for Exe {
 
 impl PartialEq for Exe {
     fn eq(&self, other: &Self) -> bool {
-        (&self.path, self.id()) == (&other.path, other.id())
+        // A fork made after the file was removed runs the same file.
+        (without_deleted(&self.path), self.id()) == (without_deleted(&other.path), other.id())
     }
 }
 
@@ -141,13 +144,14 @@ impl Exe {
                 return only_roots(path, Some(file.id));
             }
             let directory = path.parent().ok_or(Distrust::Deleted)?;
-            if !is_roots_alone(file.uid, file.mode) {
-                return Err(Distrust::Deleted);
-            }
             // We check step by step first, so that we ask no file system that a program provides.
-            only_roots(directory, None)?;
-            let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
-            if file.mount == mount || self.is_on_a_copy_of(mount) { Ok(()) } else { Err(Distrust::Deleted) }
+            match only_roots(directory, None) {
+                // The directory may have been removed, too.
+                Err(Distrust::Elsewhere) => return Err(Distrust::Deleted),
+                checked => checked?,
+            }
+            let mount = Found::of_path(directory).map_err(|_| Distrust::Deleted)?.mount;
+            if self.is_roots_on(mount) { Ok(()) } else { Err(Distrust::Deleted) }
         });
         match found {
             Ok(()) => Ok(()),
@@ -155,8 +159,13 @@ impl Exe {
         }
     }
 
-    /// Whether a file that was removed was on a mount with the same device, root and mount point as this one.
-    fn is_on_a_copy_of(&self, mount: u64) -> bool {
+    /// Whether only root can write the file, and it's on this mount or, if it was removed, on one with the same device,
+    /// root and mount point.
+    fn is_roots_on(&self, mount: u64) -> bool {
+        let Some(file) = self.file.filter(|file| is_roots_alone(file.uid, file.mode)) else { return false };
+        if file.mount == mount {
+            return true;
+        }
         let Ok(mounts) = fs::read("/proc/self/mountinfo") else { return false };
         self.place.is_some() && self.place.as_deref() == place_of(&mounts, mount)
     }
@@ -166,7 +175,7 @@ impl Exe {
         let is_path = selector.starts_with('/');
         let is_exact = is_exactly(selector, &self.path);
         let matches_path = is_exact || is_path && self.is_linked_as(Path::new(selector));
-        if is_path && !matches_path && self.is_other_version(Path::new(selector)) {
+        if is_path && !matches_path && self.is_other_version(Path::new(selector), comm) {
             return Matching::NameOnly(Distrust::OtherVersion);
         }
         if !matches_path && !is_named(selector, Some(&self.path), comm) {
@@ -176,8 +185,11 @@ impl Exe {
             return Matching::NameOnly(why.clone());
         }
         // The command name may be that of a link beside the file.
-        if matches_path || self.is_linked_as(&self.path.with_file_name(selector)) {
+        let link = self.path.with_file_name(selector);
+        if matches_path || self.is_linked_as(&link) {
             Matching::Yes
+        } else if self.is_other_version(&link, comm) {
+            Matching::NameOnly(Distrust::OtherVersion)
         } else {
             Matching::NameOnly(Distrust::CommandName)
         }
@@ -196,11 +208,17 @@ impl Exe {
         leads_here
     }
 
-    /// Whether this path leads, by a link, to another file than the executable, which is root's and has the same name.
-    fn is_other_version(&self, path: &Path) -> bool {
-        path.file_name() == without_deleted(&self.path).file_name()
-            && self.trust().is_ok()
-            && follow_roots(path).is_some_and(|file| file != path)
+    /// Whether this path leads, by a link, to another file than the executable, which is root's and has the same name,
+    /// or was started by that name. The process can set its command name, so this never selects it, but gives a reason.
+    fn is_other_version(&self, path: &Path, comm: &[u8]) -> bool {
+        let Some(name) = path.file_name() else { return false };
+        let truncated = &name.as_bytes()[..name.len().min(COMM_MOST)];
+        if without_deleted(&self.path).file_name() != Some(name) && comm != truncated {
+            return false;
+        }
+        let Some(file) = follow_roots(path).filter(|file| file != path) else { return false };
+        // The directory of a former version may be gone.
+        self.trust().is_ok() || Found::of_path(&file).is_ok_and(|file| self.is_roots_on(file.mount))
     }
 }
 

@@ -171,6 +171,47 @@ fn a_program_stays_known_by_a_link_that_is_switched_to_another_version() {
     assert_eq!((matches(&exe(&versions[0])), matches(&exe(&versions[1]))), (Matching::No, Matching::No));
 }
 
+/// As for python3, which leads to python3.11 and later to python3.13, and for releases that are removed.
+#[test]
+fn a_version_is_listed_if_its_link_leads_to_another_name_or_its_directory_is_gone() {
+    let directory = tempfile::tempdir().unwrap();
+    let old = program(directory.path(), "server-1");
+    program(directory.path(), "server-2");
+    let link = directory.path().join("server");
+    symlink("server-2", &link).unwrap();
+    let other = Matching::NameOnly(Distrust::OtherVersion);
+    for selector in ["server", link.to_str().unwrap()] {
+        assert_eq!(exe(&old).matches(selector, b"server"), other, "{selector}");
+        assert_eq!(exe(&directory.path().join("server-2")).matches(selector, b"server"), Matching::Yes, "{selector}");
+    }
+    assert_eq!(exe(&old).matches(link.to_str().unwrap(), b"server-1"), Matching::No, "it goes by its own name");
+    // The command name is cut off.
+    let long = directory.path().join("a-server-with-a-long-name");
+    symlink("server-2", &long).unwrap();
+    let matches = |exe: &Exe, comm: &[u8]| exe.matches(long.to_str().unwrap(), comm);
+    assert_eq!(
+        (matches(&exe(&old), b"a-server-with-a"), matches(&exe(&old), b"a-server")),
+        (other.clone(), Matching::No)
+    );
+    // A program that is another user's, or in a container, only calls itself so.
+    let file = Found::of_path(&old).unwrap();
+    for file in [Found { uid: 1234, ..file }, Found { mode: 0o100_777, ..file }, Found { mount: u64::MAX, ..file }] {
+        let theirs = Exe { path: "/elsewhere/server-1".into(), file: Some(file), ..exe(&old) };
+        assert_eq!(theirs.matches(link.to_str().unwrap(), b"server"), Matching::No, "{file:?}");
+    }
+
+    let release = directory.path().join("1");
+    fs::create_dir(&release).unwrap();
+    let removed = program(&release, "server-2");
+    let path = format!("{} (deleted)", removed.display());
+    let removed = Exe { path: path.into(), ..exe(&removed) };
+    fs::remove_dir_all(&release).unwrap();
+    assert_eq!(removed.matches(link.to_str().unwrap(), b"server"), other);
+    assert_eq!(removed.matches("server-2", b"server-2"), Matching::NameOnly(Distrust::Deleted));
+    let before = Exe { path: release.join("server-2"), ..removed.clone() };
+    assert!(before == removed && before != exe(&old), "a fork runs the same file");
+}
+
 #[test]
 fn names_include_command_names_which_are_truncated() {
     let named = |selector: &str, exe: &str, comm: &[u8]| is_named(selector, Some(Path::new(exe)), comm);
