@@ -93,7 +93,9 @@ pub const DEFAULT_DENIED: &[&str] = &[
     "google-chrome*",
     "brave*",
     "msedge*",
-    "opera*",
+    "opera",
+    "opera-*",
+    "opera_*",
     "vivaldi*",
     "epiphany*",
     "WebKitWebProces*",
@@ -248,12 +250,16 @@ mod tests {
             "vaultwarden",
             "kadmind",
             "seamonkey-bin",
+            "opera",
+            "opera-stable",
+            "opera_crashrepo",
             "QtWebEngineProc",
             "QtWebEngineProcess",
         ] {
             assert!(denied(&deny, name).is_some(), "{name}");
         }
-        for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus"] {
+        for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus", "operator"]
+        {
             assert_eq!(denied(&deny, free), None, "{free}");
         }
         let list = DenyList::new(["a-very-long-program-name".into()]);
