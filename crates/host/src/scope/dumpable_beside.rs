@@ -9,20 +9,27 @@ use std::os::fd::AsRawFd;
 const YES: i32 = 10;
 const NO: i32 = 11;
 const UNKNOWN: i32 = 12;
+/// With this the kernel keeps an ID. The child keeps ours if they're the process's: its namespace need not map them.
+const KEEP: u32 = u32::MAX;
 
 /// Whether others may read the memory of a process in another user namespace. From outside, the kernel's ptrace
 /// check passes just because we own the namespace, and tells us nothing. So a child enters the namespace as the same user
 /// and asks from there.
 pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
     let process = &info.process;
-    let ids = |file: &str, ids: &[u32; 4]| {
+    let ids = |file: &str, ids: &[u32; 4], own: u32| {
         if ids[..3] != [ids[0]; 3] {
             return None;
         }
+        if ids[0] == own {
+            return Some(KEEP);
+        }
         id_inside(&process.read_file(file).ok()?, ids[0])
     };
-    let Some(user) = ids("uid_map", &info.status.uids) else { return Dumpable::Unknown };
-    let Some(group) = ids("gid_map", &info.status.gids) else { return Dumpable::Unknown };
+    let own_user = rustix::process::getuid().as_raw();
+    let own_group = rustix::process::getgid().as_raw();
+    let Some(user) = ids("uid_map", &info.status.uids, own_user) else { return Dumpable::Unknown };
+    let Some(group) = ids("gid_map", &info.status.gids, own_group) else { return Dumpable::Unknown };
     let Ok(namespace) = process.open_file("ns/user") else { return Dumpable::Unknown };
     // SAFETY: the child makes system calls only, on memory of its own, and ends by _exit.
     let child = unsafe { libc::fork() };

@@ -44,20 +44,24 @@ fn root_of_a_user_namespace_is_asked_from_within_it() {
     if unsafe { libc::geteuid() } != 0 {
         return pagefold_testkit::skip("entering a user namespace needs root");
     }
-    for (dumpable, expected) in [(1, Dumpable::Yes), (0, Dumpable::No)] {
-        let child = Forked::start(|| {
-            // SAFETY: a plain system call.
-            assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWUSER) }, 0);
-            for (file, text) in [("setgroups", "deny"), ("gid_map", "0 0 1"), ("uid_map", "0 0 1")] {
-                fs::write(Path::new("/proc/self").join(file), text).unwrap();
-            }
-            // SAFETY: a plain system call.
-            unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable) };
-        });
-        let process = Arc::new(Process::open(child.0).unwrap());
-        let info = ProcessInfo::of(&process).unwrap();
-        assert_eq!(super::dumpable(&info).unwrap(), Dumpable::Unknown);
-        assert_eq!(ask_inside(&info), expected);
+    // A namespace need not map its root, nor anybody.
+    let root = [("setgroups", "deny"), ("gid_map", "0 0 1"), ("uid_map", "0 0 1")];
+    for maps in [&root[..], &[("uid_map", "1000 0 1")], &[("uid_map", "0 1 5"), ("gid_map", "0 1 5")], &[]] {
+        for (dumpable, expected) in [(1, Dumpable::Yes), (0, Dumpable::No)] {
+            let child = Forked::start(|| {
+                // SAFETY: a plain system call.
+                assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWUSER) }, 0);
+                for (file, text) in maps {
+                    fs::write(Path::new("/proc/self").join(file), text).unwrap();
+                }
+                // SAFETY: a plain system call.
+                unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable) };
+            });
+            let process = Arc::new(Process::open(child.0).unwrap());
+            let info = ProcessInfo::of(&process).unwrap();
+            assert_eq!(super::dumpable(&info).unwrap(), Dumpable::Unknown);
+            assert_eq!(ask_inside(&info), expected, "{maps:?}");
+        }
     }
 }
 
