@@ -203,7 +203,8 @@ ctypes.CDLL(None).mmap(None, ctypes.c_size_t(1 << 30), 3, 0x44022, -1, ctypes.c_
         let process = row(&scan["processes"], "pid", pid);
         let reason = "pinned for I/O (VmPin), which KSM cannot merge";
         let pinned = row(&process["excluded"], "reason", reason)["bytes"].as_u64().unwrap();
-        assert_eq!(pinned, 16 * MIB, "{process}");
+        // Python's shared mappings could hold some of it.
+        assert!((15 * MIB..=16 * MIB).contains(&pinned), "{process}");
         assert!(process["savable_bytes"].as_u64().unwrap() < 8 * MIB, "{process}");
     }
     assert_has(&succeed(&["scan", "--pid", &pids[0].to_string()]), &["MiB  pinned for I/O (VmPin)"]);

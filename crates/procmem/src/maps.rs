@@ -244,7 +244,8 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 /// names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
 /// We list this many of the other mappings (shared memory, and private ones with no page written) one by one, and add up
-/// the rest. Search servers map tens of thousands of files, and each thread has a guard page.
+/// the rest; at most half of them are empty. Search servers map tens of thousands of files, and each thread has a guard
+/// page.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -480,13 +481,13 @@ impl Details {
         let Some(last) = self.found.pop().filter(keep) else { return };
         // An empty part belongs to the mapping before it if only the mark differs.
         let is_part = self.found.last().is_some_and(|before| before.can_be_merged() && before.continues(&last));
-        let is_full = self.found.len() - self.mergeable >= OTHERS_MOST;
+        let others = self.found.len() - self.mergeable;
         let is_empty = last.rss_kib == 0 && last.hugetlb_kib == 0;
         if last.can_be_merged() || is_part {
             self.mergeable += 1;
-        } else if is_full && is_empty {
+        } else if is_empty && others >= OTHERS_MOST / 2 {
             return;
-        } else if let Some(other) = self.last_other.filter(|_| is_full) {
+        } else if let Some(other) = self.last_other.filter(|_| others >= OTHERS_MOST) {
             self.found[other].rss_kib += last.rss_kib;
             self.found[other].hugetlb_kib = self.found[other].hugetlb_kib.saturating_add(last.hugetlb_kib);
             return;

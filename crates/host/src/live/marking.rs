@@ -32,9 +32,9 @@ const PASS_NS: u64 = 250_000_000;
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
 
-/// If a process has at least `MANY_MAPPINGS`, we count them before we may split some. We leave it `SPARE_MAPPINGS` for
-/// itself: without one to spare, its own mmap(2) fails.
-const MANY_MAPPINGS: usize = 4_096;
+/// If we know of at least `MANY_MAPPINGS` of a process, we count all before we may split some: of the empty ones we list
+/// no more. We leave it `SPARE_MAPPINGS` for itself: without one to spare, its own mmap(2) fails.
+const MANY_MAPPINGS: usize = 2_048;
 const SPARE_MAPPINGS: usize = 1_024;
 /// The kernel's default of `vm.max_map_count`.
 const DEFAULT_MAPPINGS_MOST: usize = 65_530;

@@ -46,7 +46,7 @@ fn root_of_a_user_namespace_is_asked_from_within_it() {
     }
     // A namespace need not map its root, nor anybody.
     let root = [("setgroups", "deny"), ("gid_map", "0 0 1"), ("uid_map", "0 0 1")];
-    for maps in [&root[..], &[("uid_map", "1000 0 1")], &[("uid_map", "0 1 5"), ("gid_map", "0 1 5")], &[]] {
+    for maps in [&root[..], &[("uid_map", "1000 0 1")], &[]] {
         for (dumpable, expected) in [(1, Dumpable::Yes), (0, Dumpable::No)] {
             let child = Forked::start(|| {
                 // SAFETY: a plain system call.

@@ -25,7 +25,7 @@ const CURVE_ROWS: u16 = 3;
 /// Columns of the bar in a row.
 const ROW_BAR: u16 = 10;
 
-const HELP: [(&str, &str); 15] = [
+const HELP: [(&str, &str); 16] = [
     ("Arrows, Page, End", "choose a row"),
     ("Enter", "a process region by region, with reason and next step; a workload's processes"),
     ("Esc", "go back; clear the filter"),
