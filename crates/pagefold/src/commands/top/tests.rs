@@ -24,8 +24,8 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
             30 => Some("nginx.service"),
             _ => None,
         };
-        json!({"pid": pid, "name": name, "workload": workload, "regions": 3, "resident_bytes": mib << 20, "marked_bytes": mib << 19,
-            "expected_bytes": mib << 18, "left_alone": left_alone, "to_unmark": null})
+        json!({"pid": pid, "name": name, "workload": workload, "regions": 3, "resident_bytes": mib << 20,
+            "unmerged_bytes": mib << 20, "marked_bytes": mib << 19, "expected_bytes": mib << 18, "left_alone": left_alone, "to_unmark": null})
     };
     let events = json!([
         {"time": 1, "what": "governor", "times": 1, "why": "low"},
@@ -36,6 +36,7 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
         "schema": "pagefold.status/1", "pid": 7, "scope": "--all", "dry_run": false, "mechanism": "request",
         "seconds": seconds, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
         "paused": false, "busy": busy, "ksm_driven": true, "ksm_why": null, "resident_bytes": 1000_u64 << 20,
+        "unmerged_bytes": 1000_u64 << 20,
         "saved_bytes": saved_mib << 20, "saved_machine_bytes": saved_mib << 20, "exited_bytes": 0, "marked_bytes": 500_u64 << 20,
         "metadata_bytes": 1, "to_unmark_bytes": 0, "cpu_seconds": {"pagefold": 2.0, "ksmd": 0.5}, "pages_read": 1_000_000,
         "scans": 0, "stops": 0, "longest_stop_us": 0.0, "rounds": 3, "index": {"contents": 5, "bytes": 100},
@@ -104,7 +105,7 @@ fn rows_are_sorted_filtered_and_summed_up() {
     press(&mut top, &[KeyCode::Char('t')]);
     let row = &top.rows()[0];
     assert_eq!(
-        (top.rows_are, row.name.as_str(), row.processes, row.memory.resident_bytes),
+        (top.rows_are, row.name.as_str(), row.processes, row.memory.unmerged_bytes),
         (Rows::Workload, "vm web-1", 2, 600 << 20)
     );
     press(&mut top, &[KeyCode::Enter]);
@@ -119,7 +120,7 @@ fn the_chosen_row_stays_chosen_when_others_move() {
     let mut top = top();
     press(&mut top, &[KeyCode::Down, KeyCode::Down]);
     let mut later = status(13.0, 250, true);
-    later["processes"][1]["resident_bytes"] = json!(900_u64 << 20);
+    later["processes"][1]["unmerged_bytes"] = json!(900_u64 << 20);
     top.update(answer(later));
     press(&mut top, &[KeyCode::Enter]);
     assert_eq!(top.explained(), Some(11));
