@@ -186,7 +186,7 @@ static void caller(int rights)
 				.page_status = rnd(3) ? 0 : rnd(2) ? (uintptr_t)arena + 32 * PAGE : address(),
 				.keep_pidfd = rights ? some_fd(fds) : fds[rnd(TARGETS)],
 				.take_pidfd = rights ? some_fd(fds) : fds[rnd(TARGETS)],
-				.flags = rnd(8) ? rnd(2) : number(), .reserved = rnd(20) ? 0 : number(),
+				.flags = rnd(8) ? rnd(2) : number(), .reserved = rnd(20) ? 0 : number(), .keep_mappers = rnd(2) ? 0 : number(),
 				.nr_done = number(), .nr_merged = number(), .status = number(),
 			};
 		for (int k = 0; k < n; k++)

@@ -145,7 +145,7 @@ struct merge_side {
 
 struct merge_ctx {
 	struct merge_side keep, take;
-	unsigned int flags;
+	unsigned int flags, most;	/* most: how many may map what is kept */
 	bool drained, want_drain;
 	bool locked;		/* ksm_thread_mutex is held */
 	unsigned int held;	/* pages tried since it is */
@@ -524,6 +524,7 @@ static void merge_keep(struct merge_ctx *ctx, unsigned int k)
 	struct anon_vma *anon_vma = (void *)((unsigned long)folio->mapping & ~FOLIO_MAPPING_FLAGS);
 	struct ksm_stable_node *node;
 
+	VM_WARN_ON_FOLIO(!folio_test_locked(folio), folio);
 	/* Its place in the stable tree is for ksmd to find, if it ever runs */
 	node = ctx->nodes[--ctx->nr_nodes];
 	INIT_HLIST_HEAD(&node->hlist);
@@ -556,7 +557,9 @@ static void merge_take(struct merge_ctx *ctx, unsigned int i,
 	struct folio *folio = take->folio;
 	pte_t old = take->entry, new;
 
+	VM_WARN_ON_FOLIO(!folio_test_locked(folio), folio);
 	if (kfolio) {
+		VM_WARN_ON_FOLIO(!folio_test_locked(kfolio), kfolio);
 		merge_append(ctx, side, i, vma->anon_vma, linear_anon_page_index(vma, addr),
 			     folio_stable_node(kfolio));
 		folio_get(kfolio);
@@ -608,6 +611,17 @@ static u8 merge_pair(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 	return KSM_PAGE_MERGED;
 }
 
+/*
+ * Do at most so many processes map a folio that is locked and no KSM page? With the mmap_lock of one of them held, it forks no more of
+ * them. Others may have it swapped out.
+ */
+static bool merge_known(struct folio *folio, unsigned int most)
+{
+	if (!most || folio_test_ksm(folio) || PageAnonExclusive(&folio->page))
+		return true;
+	return folio_mapcount(folio) <= most && !folio_test_swapcache(folio);
+}
+
 /* Lock the folios of the pair i, if it can be merged. */
 static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 {
@@ -643,6 +657,8 @@ static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
 		return KSM_PAGE_DIFFERS;
 	if (!zero && !keep->locked && !merge_trylock(ctx, keep, i))
 		return KSM_PAGE_BUSY;
+	if (!zero && !merge_known(keep->folio, ctx->most))
+		return KSM_PAGE_FOREIGN;
 	return merge_trylock(ctx, take, i + 1) ? MERGE_PENDING : KSM_PAGE_BUSY;
 }
 
@@ -730,21 +746,26 @@ static void merge_release(struct merge_side *side, unsigned int n)
 	folios_put(&fbatch);
 }
 
+/* Under ksm_mmlist_lock */
+static struct mm_slot *slot_of(struct mm_struct *mm)
+{
+	struct mm_slot *slot;
+
+	hlist_for_each_entry(slot, &slots_hash[hash_long((unsigned long)mm, SLOTS_HASH_BITS)], hash)
+		if (slot->mm == mm)
+			return slot;
+	return NULL;
+}
+
 /* It cannot be freed while ksm_thread_mutex and mm_users are held */
 static struct ksm_mm_slot *find_slot(struct mm_struct *mm)
 {
-	struct ksm_mm_slot *found = NULL;
 	struct mm_slot *slot;
 
 	spin_lock(k_ksm_mmlist_lock);
-	hlist_for_each_entry(slot, &slots_hash[hash_long((unsigned long)mm, SLOTS_HASH_BITS)], hash) {
-		if (slot->mm == mm) {
-			found = container_of(slot, struct ksm_mm_slot, slot);
-			break;
-		}
-	}
+	slot = slot_of(mm);
 	spin_unlock(k_ksm_mmlist_lock);
-	return found;
+	return slot ? container_of(slot, struct ksm_mm_slot, slot) : NULL;
 }
 
 static unsigned long item_address(const struct ksm_rmap_item *item)
@@ -1034,7 +1055,7 @@ static void merge_pairs(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	bool zero = ctx->flags & KSM_MERGE_ZERO;
 	bool one = ctx->flags & KSM_MERGE_KEEP_ONE;
 	struct merge_side *keep = &ctx->keep, *take = &ctx->take;
-	bool found = false;
+	bool found = false, ok;
 	unsigned int i, k;
 
 	for (i = 0; i < n; i++) {
@@ -1055,9 +1076,13 @@ static void merge_pairs(struct merge_ctx *ctx, unsigned int n, u8 *status)
 	smp_mb();
 	for (i = 0; i < n; i++) {
 		k = one ? 0 : i;
-		if (status[i] == MERGE_PENDING &&
-		    (!merge_protect(ctx, take, i) ||
-		     (!zero && !folio_test_ksm(keep->page[k].folio) && !merge_protect(ctx, keep, k))))
+		if (status[i] != MERGE_PENDING)
+			continue;
+		/* Both, so that neither pte stays clear */
+		ok = merge_protect(ctx, take, i);
+		if (!zero && !folio_test_ksm(keep->page[k].folio))
+			ok &= merge_protect(ctx, keep, k);
+		if (!ok)
 			status[i] = KSM_PAGE_BUSY;
 	}
 
@@ -1309,7 +1334,7 @@ static int merge_check(struct merge_ctx *ctx, struct ksm_merge_range *range)
 	int err;
 
 	if (range->flags & ~(KSM_MERGE_KEEP_ONE | KSM_MERGE_ZERO) ||
-	    (zero && (one || range->keep_addr || range->keep_pidfd != -1)) ||
+	    (zero && (one || range->keep_addr || range->keep_mappers || range->keep_pidfd != -1)) ||
 	    range->reserved ||
 	    ksm_bad_request(range->take_addr, range->nr_pages) ||
 	    ksm_bad_request(range->keep_addr, one ? 1 : range->nr_pages))
@@ -1356,6 +1381,7 @@ static u64 merge_range(struct merge_ctx *ctx, struct ksm_merge_range *range,
 	range->nr_merged = 0;
 	range->status = merge_check(ctx, range);
 	ctx->flags = range->flags;
+	ctx->most = range->keep_mappers;
 
 	while (!range->status && range->nr_done < range->nr_pages) {
 		n = min3(range->nr_pages - range->nr_done,
@@ -1386,9 +1412,12 @@ static u64 merge_range(struct merge_ctx *ctx, struct ksm_merge_range *range,
 
 static void reap(struct work_struct *work);
 static DECLARE_DELAYED_WORK(reap_work, reap);
-/* Where the last batch of records ended, when this round of batches began, and before when no exit begins another one */
-static struct mm_slot *reap_at;
-static unsigned long reap_from, reap_began, reap_next;
+/*
+ * Where the last batch ended (the mm may be gone by now), when this round of batches began, after how long it has to be looked again
+ * at what was still exiting, and before when no exit begins another round
+ */
+static struct mm_struct *reap_at;
+static unsigned long reap_from, reap_began, reap_again, reap_next;
 
 static void prune(struct work_struct *work);
 static DECLARE_DELAYED_WORK(prune_work, prune);
@@ -1651,7 +1680,7 @@ static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget, struct list_
 	 */
 	spin_unlock(k_ksm_mmlist_lock);
 	walk_start(&walk, mm_slot);
-	item = walk_to(&walk, slot == reap_at ? reap_from : 0);
+	item = walk_to(&walk, slot->mm == reap_at ? reap_from : 0);
 	/* What we free must not be in the index */
 	walk.index->nr = walk.passed;
 	for (; (item = *walk.link) && *budget > 0; (*budget)--) {
@@ -1755,12 +1784,11 @@ static void prune(struct work_struct *work)
 		queue_round(&prune_work, prune_next);
 }
 
-/* Returns after how long to call again, or 0 */
+/* Looks at up to REAP_BATCH processes and records. Returns after how long to call again, or 0. */
 static unsigned long reap_some(void)
 {
 	struct mm_slot *slot;
 	LIST_HEAD(done);
-	unsigned long delay = 0;
 	int budget = REAP_BATCH;
 
 	mutex_lock(k_ksm_thread_mutex);
@@ -1769,16 +1797,16 @@ static unsigned long reap_some(void)
 		return REAP_DELAY;
 	}
 	spin_lock(k_ksm_mmlist_lock);
-	list_for_each_entry(slot, &k_ksm_mm_head->slot.mm_node, mm_node)
-		if (slot == reap_at)
-			break;
-	if (slot == &k_ksm_mm_head->slot) {
-		slot = list_first_entry(&slot->mm_node, struct mm_slot, mm_node);
+	slot = reap_at ? slot_of(reap_at) : NULL;
+	if (!slot) {
+		slot = list_first_entry(&k_ksm_mm_head->slot.mm_node, struct mm_slot, mm_node);
 		reap_at = NULL;
+		reap_from = 0;
+		reap_again = 0;
 		reap_began = jiffies;
 		reap_seen = atomic_read(&exits);
 	}
-	while (slot != &k_ksm_mm_head->slot && budget > 0) {
+	for (; slot != &k_ksm_mm_head->slot && budget > 0; budget--) {
 		struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
 
 		if (atomic_read(&slot->mm->mm_users) || !mm_slot->rmap_list) {
@@ -1786,17 +1814,17 @@ static unsigned long reap_some(void)
 		} else if (rcu_access_pointer(slot->mm->exe_file) || !mtree_empty(&slot->mm->mm_mt)) {
 			/* Before exit_mmap(), nodes would be left without rmap_items, and ksm_exit() may be still to come */
 			slot = list_next_entry(slot, mm_node);
-			delay = REAP_DELAY;
+			reap_again = REAP_DELAY;
 		} else {
 			slot = reap_slot(slot, &budget, &done);
 			reap_at = NULL;
 		}
 	}
-	reap_at = slot == &k_ksm_mm_head->slot ? NULL : slot;
+	reap_at = slot == &k_ksm_mm_head->slot ? NULL : slot->mm;
 	spin_unlock(k_ksm_mmlist_lock);
 	free_slots(&done);
 	mutex_unlock(k_ksm_thread_mutex);
-	return reap_at ? 1 : delay;
+	return reap_at ? 1 : reap_again;
 }
 
 static void reap(struct work_struct *work)
@@ -2075,11 +2103,12 @@ static const char *self_test(void)
 	return wrong;
 }
 
-static void remove_tracepoints(void)
+/* The first n of them */
+static void remove_tracepoints(int n)
 {
 	int i;
 
-	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
+	for (i = 0; i < n; i++)
 		tracepoint_probe_unregister(tracepoints[i].tp, tracepoints[i].probe, NULL);
 	tracepoint_synchronize_unregister();
 	cancel_delayed_work_sync(&reap_work);
@@ -2106,12 +2135,12 @@ static int request_init(void)
 		pr_warn("refused: Linux %s: the test of merging two pages failed: %s\n", init_utsname()->release, missing);
 		return -ENODEV;
 	}
-	for (i = 0; i < ARRAY_SIZE(tracepoints); i++)
-		err = err ?: tracepoint_probe_register(tracepoints[i].tp, tracepoints[i].probe, NULL);
+	for (i = 0; i < ARRAY_SIZE(tracepoints) && !err; i += !err)
+		err = tracepoint_probe_register(tracepoints[i].tp, tracepoints[i].probe, NULL);
 	if (!err)
 		err = misc_register(&ksm_device);
 	if (err) {
-		remove_tracepoints();
+		remove_tracepoints(i);
 		return err;
 	}
 	/* Of processes that exited before */
@@ -2124,7 +2153,7 @@ static void request_exit(void)
 	unsigned long batches = 1024 + *k_ksm_pages_shared / (REAP_BATCH / 2);
 
 	misc_deregister(&ksm_device);
-	remove_tracepoints();
+	remove_tracepoints(ARRAY_SIZE(tracepoints));
 	/* What is merged stays so, in the care of KSM */
 	while (reap_some() == 1)
 		cond_resched();

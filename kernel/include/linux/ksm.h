@@ -47,6 +47,11 @@ enum ksm_page_status {
 	KSM_PAGE_FULL		= 7,
 	/* One of the addresses is not mapped. */
 	KSM_PAGE_GONE		= 8,
+	/*
+	 * More than ksm_merge_range.keep_mappers processes map the kept page,
+	 * or others may have it swapped out: name another one.
+	 */
+	KSM_PAGE_FOREIGN	= 9,
 };
 
 /*
@@ -81,11 +86,15 @@ enum ksm_page_status {
  *	-EPERM: the process is not the caller and the caller has no
  *		CAP_SYS_NICE
  *	-EINVAL: an unaligned or wrapping address, no pages, both sides
- *		overlap, an unknown flag, a reserved field that is not 0
+ *		overlap, an unknown flag, @keep_mappers with KSM_MERGE_ZERO, a
+ *		reserved field that is not 0
  *	-EBUSY: everything is being unmerged (2 in /sys/kernel/mm/ksm/run)
  *	-ENOMEM: out of memory
  *	-EFAULT: @page_status cannot be written; the pages are merged all the
  *		same, and counted
+ * @keep_mappers: 0: any number. Else at most this many mappings may have a kept
+ *	page that is no KSM page yet. After fork, processes that the caller does
+ *	not know may share it, and would have a merged page from then on.
  * @reserved: must be 0
  *
  * Nothing is compared before all permissions have been checked. What has
@@ -107,7 +116,8 @@ struct ksm_merge_range {
 	__s32 take_pidfd;
 	__u32 flags;
 	__s32 status;
-	__u64 reserved;
+	__u32 keep_mappers;
+	__u32 reserved;
 };
 
 /**
