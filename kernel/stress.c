@@ -7,11 +7,16 @@
  * ones, by KSM_IOC_MERGE, and hash others. Another process turns KSM's knobs. A process that finds a byte that it did not write
  * prints it and aborts, and the stress fails. With MAKE_IT_FAIL in the environment, allocations for the mergers and for KSM's
  * knobs fail, as /sys/kernel/debug/failslab and fail_page_alloc say.
+ *
+ * Two more test what chance seldom meets, with a merger of their own. The holder has a reference to its one page, and fails if that is
+ * merged meanwhile. The duellist writes to one of two pages, which are merged all the time, and moved by a sibling. The stress also
+ * fails if too little happened.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +29,7 @@
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+#include <linux/io_uring.h>
 #include <linux/ksm.h>
 
 #define PAGE	4096UL
@@ -32,16 +38,27 @@
 #define BASE	((char *)0x200000000000UL)
 #define OTHER	((char *)0x210000000000UL)
 #define MOST	64
+#define FIXED	4UL /* contents of pages that are held */
+#define DUEL	((char *)0x220000000000UL) /* of the duellist: two pages, and one of each of these contents */
 
 static struct shared {
 	volatile int pids[MOST];
 	char *volatile at[MOST]; /* where the window is */
 	volatile int stop, failed;
-	volatile unsigned long outcomes[KSM_PAGE_GONE + 1], writes, forks, checked;
+	volatile unsigned long outcomes[KSM_PAGE_FOREIGN + 1], writes, forks, checked;
+	/* The page that is held, if at is not NULL */
+	struct {
+		volatile int pid, seed;
+		char *volatile at;
+		volatile unsigned long named, rounds;
+	} held;
+	volatile int duellist;
+	volatile unsigned long duels;
 } *shared;
 static uint8_t content[PAGES]; /* of this process: which of 256 contents each page has */
 static int disk; /* its first page is the header of the swap space, which never changes */
 static char header[PAGE] __attribute__((aligned(4096)));
+static int processes;
 static uint64_t rng;
 
 static uint32_t rnd(uint32_t below)
@@ -68,20 +85,37 @@ static void fill(char *p, int seed)
 		w[i] = word(seed, i);
 }
 
-static void check(char *base, size_t i, const char *when)
+__attribute__((format(printf, 1, 2))) static void corrupt(const char *format, ...)
 {
-	uint64_t *w = (uint64_t *)(base + i * PAGE);
+	va_list list;
+
+	va_start(list, format);
+	printf("CORRUPT: process %d: ", getpid());
+	vprintf(format, list);
+	printf("\n");
+	va_end(list);
+	fflush(stdout);
+	shared->failed = 1;
+	shared->stop = 1;
+	abort();
+}
+
+static void check_page(const char *p, int seed, size_t i, const char *when)
+{
+	const volatile uint64_t *w = (const volatile uint64_t *)p;
 
 	for (int k = 0; k < 512; k++) {
-		if (w[k] == word(content[i], k))
-			continue;
-		printf("CORRUPT: process %d, page %zu, word %d: %llx instead of %llx, after %s\n", getpid(), i, k,
-		       (unsigned long long)w[k], (unsigned long long)word(content[i], k), when);
-		fflush(stdout);
-		shared->failed = 1;
-		shared->stop = 1;
-		abort();
+		uint64_t got = w[k];
+
+		if (got != word(seed, k))
+			corrupt("page %zu, word %d: %llx instead of %llx, after %s", i, k, (unsigned long long)got,
+				(unsigned long long)word(seed, k), when);
 	}
+}
+
+static void check(char *base, size_t i, const char *when)
+{
+	check_page(base + i * PAGE, content[i], i, when);
 	__sync_fetch_and_add(&shared->checked, 1);
 }
 
@@ -93,12 +127,8 @@ static void read_disk(char *base, size_t i, size_t n)
 
 		if (pread(disk, p, PAGE, 0) != (ssize_t)PAGE)
 			return;
-		if (memcmp(p, header, PAGE)) {
-			printf("CORRUPT: process %d, page %zu, read from disk\n", getpid(), k);
-			fflush(stdout);
-			shared->failed = shared->stop = 1;
-			abort();
-		}
+		if (memcmp(p, header, PAGE))
+			corrupt("page %zu, read from disk", k);
 		fill(p, content[k]);
 	}
 }
@@ -111,6 +141,7 @@ static char *window(char *at)
 		exit(4);
 	if (rnd(2))
 		madvise(p, WINDOW, MADV_HUGEPAGE);
+	memset(content, 0, sizeof(content));
 	return p;
 }
 
@@ -144,9 +175,11 @@ static void work(int slot)
 			break;
 		case 7:
 			last = "one word";
-			/* A word is written as it is: it must land in this process only */
-			for (size_t k = i; k < i + n; k++)
-				((volatile uint64_t *)(base + k * PAGE))[rnd(512)] += 0;
+			/* The last one makes another content of the same four */
+			for (size_t k = i; k < i + n; k++) {
+				content[k] = content[k] & ~3 ? (content[k] & ~3) + rnd(4) : content[k] ? 1 + rnd(3) : 0;
+				((volatile uint64_t *)(base + k * PAGE))[511] = content[k];
+			}
 			break;
 		case 8:
 			last = "drop";
@@ -185,19 +218,17 @@ static void work(int slot)
 		}
 		case 12: {
 			struct iovec iov = { base + i * PAGE, PAGE };
-			char copy[PAGE];
+			static char copy[PAGE] __attribute__((aligned(4096)));
 			int p[2];
 
-			/* A pin through which the kernel reads later */
+			/* A reference through which the kernel reads later. That is what the page was, whoever has it by then. */
 			last = "splice";
 			if (pipe(p))
 				break;
 			if (vmsplice(p[1], &iov, 1, 0) == (ssize_t)PAGE) {
 				usleep(rnd(300));
-				if (read(p[0], copy, PAGE) == (ssize_t)PAGE && memcmp(copy, iov.iov_base, PAGE)) {
-					printf("CORRUPT: a spliced page\n");
-					shared->failed = shared->stop = 1;
-				}
+				if (read(p[0], copy, PAGE) == (ssize_t)PAGE)
+					check_page(copy, content[i], i, last);
 			}
 			close(p[0]);
 			close(p[1]);
@@ -225,7 +256,6 @@ static void work(int slot)
 				check(base, k, "unmap");
 			munmap(base, WINDOW);
 			base = window(BASE);
-			memset(content, 0, sizeof(content));
 			break;
 		case 15:
 			last = "read from disk";
@@ -301,17 +331,170 @@ static void hash(int dev, int pidfd)
 		perror("KSM_IOC_HASH");
 }
 
-static void merge(int processes)
+static int device(void)
 {
-	static struct ksm_merge_range range[64];
-	static uint8_t status[64][64];
-	int dev = open("/dev/ksm", O_RDWR), fds[MOST], fresh = 0;
+	int dev = open("/dev/ksm", O_RDWR);
 
 	if (dev < 0) {
 		perror("/dev/ksm");
 		shared->failed = shared->stop = 1;
 		_exit(1);
 	}
+	return dev;
+}
+
+/* Where a page is, if it's present and exclusive */
+static uint64_t entry(int pagemap, const void *at)
+{
+	uint64_t e = 0;
+
+	if (pread(pagemap, &e, 8, (uintptr_t)at / PAGE * 8) != 8)
+		return 0;
+	return e & (1ULL << 63 | 1ULL << 56 | ((1ULL << 55) - 1));
+}
+
+/* A reference to a page, by get_user_pages() or pin_user_pages(). Returns what to close. */
+static int hold(char *at, int pin, int pipes[2])
+{
+	struct io_uring_params params = {};
+	struct iovec iov = { at, PAGE };
+	int ring;
+
+	if (!pin)
+		return vmsplice(pipes[1], &iov, 1, 0) == (ssize_t)PAGE ? 0 : -1;
+	ring = syscall(SYS_io_uring_setup, 1, &params);
+	if (ring >= 0 && syscall(SYS_io_uring_register, ring, IORING_REGISTER_BUFFERS, &iov, 1)) {
+		close(ring);
+		ring = -1;
+	}
+	return ring;
+}
+
+/* What is referred to must keep its frame, as others may write to that. The page is locked, so nothing else takes it away. */
+static void holder(void)
+{
+	int pagemap = open("/proc/self/pagemap", O_RDONLY);
+
+	while (!shared->stop) {
+		int seed = rnd(FIXED), pin = rnd(2), pipes[2], ring;
+		char *p = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		uint64_t before;
+
+		if (pipe(pipes) || p == MAP_FAILED || mlock(p, PAGE))
+			exit(4);
+		fill(p, seed);
+		ring = hold(p, pin, pipes);
+		before = entry(pagemap, p);
+		if (ring >= 0 && before >> 56 == 0x81) {
+			unsigned long named = shared->held.named;
+
+			/* Until a call that has begun since is over */
+			shared->held.seed = seed;
+			shared->held.at = p;
+			for (int i = 0; i < 1000 && shared->held.named < named + 2; i++)
+				usleep(500);
+			shared->held.at = NULL;
+			/* It may be migrating in vain just now */
+			for (int i = 0; i < 1000 && entry(pagemap, p) != before; i++)
+				usleep(100);
+			if (entry(pagemap, p) != before)
+				corrupt("a page that was %s has been merged", pin ? "pinned" : "held");
+			check_page(p, seed, 0, "holding it");
+			shared->held.rounds++;
+		}
+		if (pin && ring >= 0)
+			close(ring);
+		close(pipes[0]);
+		close(pipes[1]);
+		munmap(p, PAGE);
+	}
+	_exit(0);
+}
+
+/* Contents 4 to 7 differ in the last word. What was written last must be there. */
+static void duellist(void)
+{
+	char *p = mmap(DUEL, (2 + FIXED) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	volatile uint64_t *last = (volatile uint64_t *)p + 511;
+
+	if (p == MAP_FAILED)
+		exit(4);
+	madvise(p, (2 + FIXED) * PAGE, MADV_NOHUGEPAGE);
+	for (int i = 0; i < (int)FIXED; i++)
+		fill(p + (2 + i) * PAGE, i);
+	fill(p + PAGE, 5);
+	fill(p, 5);
+	while (!shared->stop) {
+		int seed = 4 + rnd(4);
+
+		*last = seed;
+		for (int i = rnd(2000); i; i--) {
+			uint64_t got = *last;
+
+			if (got != (uint64_t)seed)
+				corrupt("%llx instead of %x, which was written last", (unsigned long long)got, seed);
+		}
+		if (!rnd(64)) {
+			check_page(p, seed, 0, "duel");
+			check_page(p + PAGE, 5, 1, "duel");
+		}
+	}
+	_exit(0);
+}
+
+/* Name the duellist's pages, and the page that is held with one that is equal, each way */
+static void duel(void)
+{
+	int dev = device(), fd = syscall(SYS_pidfd_open, shared->duellist, 0), holder = syscall(SYS_pidfd_open, shared->held.pid, 0);
+
+	while (!shared->stop) {
+		struct ksm_merge_range range[16] = {};
+		struct ksm_merge m = { .version = KSM_ABI_VERSION, .range_size = sizeof(*range),
+				       .ranges = (uintptr_t)range, .nr_ranges = 1 + rnd(16) };
+		char *held = shared->held.at;
+		int seed = shared->held.seed;
+
+		for (unsigned int k = 0; k < m.nr_ranges; k++) {
+			char *a = DUEL, *b = DUEL + PAGE;
+			int way = rnd(2), other = fd;
+
+			if (held && !k) {
+				a = held;
+				b = DUEL + (2 + seed) * PAGE;
+				other = holder;
+			}
+			range[k] = (struct ksm_merge_range){
+				.keep_pidfd = way ? fd : other, .take_pidfd = way ? other : fd, .nr_pages = 1,
+				.keep_addr = (uintptr_t)(way ? b : a), .take_addr = (uintptr_t)(way ? a : b),
+			};
+		}
+		if (ioctl(dev, KSM_IOC_MERGE, &m) < 0)
+			continue;
+		for (unsigned int k = !!held; k < m.nr_ranges; k++)
+			shared->duels += range[k].nr_merged;
+		shared->held.named += !!held;
+	}
+	_exit(0);
+}
+
+static void move_duellist(void)
+{
+	while (!shared->stop) {
+		void *pages[] = { DUEL, DUEL + PAGE };
+		int nodes[] = { rnd(2), rnd(2) }, status[2];
+
+		syscall(SYS_move_pages, shared->duellist, 2, pages, nodes, status, 4 /* MPOL_MF_MOVE_ALL */);
+		usleep(rnd(1000));
+	}
+	_exit(0);
+}
+
+static void merge(void)
+{
+	static struct ksm_merge_range range[64];
+	static uint8_t status[64][64];
+	int dev = device(), fds[MOST], fresh = 0;
+
 	memset(fds, -1, sizeof(fds));
 	if (getenv("MAKE_IT_FAIL"))
 		write_file("/proc/self/make-it-fail", "1");
@@ -340,13 +523,14 @@ static void merge(int processes)
 			range[k] = (struct ksm_merge_range){
 				.keep_pidfd = fds[a], .take_pidfd = fds[b],
 				.keep_addr = (uintptr_t)keep + from * PAGE, .take_addr = (uintptr_t)take + to * PAGE,
-				.nr_pages = length, .page_status = (uintptr_t)status[k],
+				.nr_pages = length, .page_status = (uintptr_t)status[k], .keep_mappers = rnd(3),
 				.flags = kind == 1 ? KSM_MERGE_KEEP_ONE : 0,
 			};
 			if (!kind) {
 				range[k].flags = KSM_MERGE_ZERO;
 				range[k].keep_pidfd = -1;
 				range[k].keep_addr = 0;
+				range[k].keep_mappers = 0;
 			}
 		}
 		if (ioctl(dev, KSM_IOC_MERGE, &m) < 0 && errno != EINTR && errno != ENOMEM)
@@ -400,6 +584,19 @@ static long read_file(const char *path)
 	return atol(buf);
 }
 
+/* Otherwise a kernel that merges nothing, or too seldom, would pass */
+static void check_that_enough_happened(int seconds)
+{
+	const volatile unsigned long *outcomes = shared->outcomes;
+	unsigned long least = seconds / 4;
+
+	if (outcomes[KSM_PAGE_MERGED] >= least && shared->duels >= least && shared->held.rounds >= least &&
+	    shared->held.named >= least && outcomes[KSM_PAGE_DIFFERS] && outcomes[KSM_PAGE_BUSY] && outcomes[KSM_PAGE_SHARED])
+		return;
+	printf("too little happened\n");
+	shared->failed = 1;
+}
+
 /* All processes are gone, and ksmd rests: nothing is shared any more, once what is done after an exit is done. */
 static void check_that_nothing_is_left(void)
 {
@@ -415,12 +612,17 @@ static void check_that_nothing_is_left(void)
 	}
 }
 
+/* Those come first whom others name */
+static void (*const others[])(void) = { holder, duellist, move_duellist, duel, merge, merge, turn };
+#define OTHERS	((int)(sizeof(others) / sizeof(*others)))
+
 int main(int argc, char **argv)
 {
-	int seconds = argc > 1 ? atoi(argv[1]) : 30, processes = argc > 2 ? atoi(argv[2]) : 6, status;
+	int seconds = argc > 1 ? atoi(argv[1]) : 30, status;
 	uint64_t seed = argc > 3 ? strtoull(argv[3], NULL, 0) : 1;
 	time_t end = time(NULL) + seconds;
 
+	processes = argc > 2 ? atoi(argv[2]) : 6;
 	if (processes > MOST)
 		processes = MOST;
 	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -430,20 +632,22 @@ int main(int argc, char **argv)
 		return 1;
 	}
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
-	for (int k = -3; k < processes; k++) {
+	for (int k = -OTHERS; k < processes; k++) {
 		pid_t pid = fork();
 
 		rng = (seed << 32) + k * 7919 + 12345;
 		if (!pid) {
-			if (k < -1)
-				merge(processes);
-			if (k == -1)
-				turn();
+			if (k < 0)
+				others[OTHERS + k]();
 			window(BASE);
 			work(k);
 		}
 		if (k >= 0)
 			shared->pids[k] = pid;
+		else if (others[OTHERS + k] == holder)
+			shared->held.pid = pid;
+		else if (others[OTHERS + k] == duellist)
+			shared->duellist = pid;
 	}
 	while (!shared->stop) {
 		pid_t pid = waitpid(-1, &status, WNOHANG);
@@ -468,7 +672,6 @@ int main(int argc, char **argv)
 			if (!shared->pids[k]) {
 				rng = (seed << 32) ^ getpid() * 7919;
 				window(BASE);
-				memset(content, 0, sizeof(content));
 				work(k);
 			}
 		}
@@ -480,10 +683,13 @@ int main(int argc, char **argv)
 			shared->failed = 1;
 		}
 	check_that_nothing_is_left();
-	printf("stress: %s: pages named: %lu merged, %lu shared, %lu differ, %lu absent, %lu busy, %lu ineligible, %lu full; "
-	       "%lu written, %lu checked, %lu forks\n", shared->failed ? "FAILED" : "good",
+	check_that_enough_happened(seconds);
+	printf("stress: %s: pages named: %lu merged, %lu shared, %lu differ, %lu absent, %lu busy, %lu ineligible, %lu full, "
+	       "%lu foreign; %lu written, %lu checked, %lu forks; %lu held, and named %lu times; %lu duels\n", shared->failed ? "FAILED" : "good",
 	       shared->outcomes[KSM_PAGE_MERGED], shared->outcomes[KSM_PAGE_SHARED], shared->outcomes[KSM_PAGE_DIFFERS],
 	       shared->outcomes[KSM_PAGE_ABSENT] + shared->outcomes[KSM_PAGE_GONE], shared->outcomes[KSM_PAGE_BUSY],
-	       shared->outcomes[KSM_PAGE_INELIGIBLE], shared->outcomes[KSM_PAGE_FULL], shared->writes, shared->checked, shared->forks);
+	       shared->outcomes[KSM_PAGE_INELIGIBLE], shared->outcomes[KSM_PAGE_FULL],
+	       shared->outcomes[KSM_PAGE_FOREIGN], shared->writes, shared->checked, shared->forks, shared->held.rounds, shared->held.named,
+	       shared->duels);
 	return shared->failed;
 }
