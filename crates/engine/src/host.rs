@@ -459,9 +459,11 @@ pub struct MergeRange {
     /// Only merge if the page to keep is merged already. Otherwise the kept page's cgroup would have to pay for one
     /// more page, and has no headroom for it.
     pub needs_merged: bool,
-    /// Only merge pages that nobody else maps, with pages that nobody else maps or that are merged. We haven't read them,
-    /// and a process that we don't see may share some through fork. The others count as absent.
+    /// Only merge pages that nobody else maps: we haven't read them. The others count as absent.
     pub needs_own: bool,
+    /// Only keep pages that at most this many processes map, or that are merged. More map a page if it's shared through
+    /// fork with processes that we don't see, and all of them would get it merged. 0 for the zero page.
+    pub keep_mappers: u32,
 }
 
 /// The pages that replace others in a merge.
@@ -639,7 +641,7 @@ pub enum Merging {
     Busy,
     /// One of the pages can never be merged.
     Ineligible,
-    /// The page to keep has all the sharers it may have.
+    /// The page to keep has all the sharers it may have, or more than we know.
     Full,
     /// The host didn't try, for example because it leaves the process alone, or the process has ended.
     Untried,

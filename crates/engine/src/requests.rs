@@ -56,13 +56,25 @@ pub struct Pair {
     is_relative: bool,
     /// Whether we've read neither page, but kin's pages at equal offsets are likely equal.
     by_position: bool,
+    /// See [`MergeRange::keep_mappers`].
+    pub keep_mappers: u32,
     /// How often we've put the pair off.
     put_off: u8,
 }
 
 impl Pair {
     fn new(take: IndexedPage, keep: Option<IndexedPage>, digest: Digest) -> Self {
-        Self { take, keep, digest, needs_merged: false, is_relative: false, by_position: false, put_off: 0 }
+        let keep_mappers = u32::from(keep.is_some());
+        Self {
+            take,
+            keep,
+            digest,
+            needs_merged: false,
+            is_relative: false,
+            by_position: false,
+            keep_mappers,
+            put_off: 0,
+        }
     }
 
     /// Whether one range may hold both pairs: they're of the same regions, and named for the same reason.
@@ -209,7 +221,8 @@ impl Requests {
                     Some(keep) if keep == pair.take => Keep::Page(keep.region, keep.page),
                     Some(keep) => Keep::Run(keep.region, keep.page),
                 };
-                ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged, needs_own: pair.by_position });
+                let Pair { needs_merged, by_position: needs_own, keep_mappers, .. } = *pair;
+                ranges.push(MergeRange { take, keep, needs_merged, needs_own, keep_mappers });
             }
         }
         ranges
@@ -395,7 +408,7 @@ impl Requests {
 fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
     let PageRun { region, first, pages } = range.take;
     let follows = pair.take.region == region && pair.take.page == first + u64::from(pages);
-    if !follows || pair.needs_merged != range.needs_merged {
+    if !follows || pair.needs_merged != range.needs_merged || pair.keep_mappers != range.keep_mappers {
         return false;
     }
     let next = pair.keep.map(|keep| (keep.region, keep.page));
@@ -469,6 +482,7 @@ mod tests {
             keep,
             needs_merged: false,
             needs_own: false,
+            keep_mappers: u32::from(keep != Keep::Zero),
         }
     }
 

@@ -46,7 +46,8 @@ struct RawRange {
     take_pidfd: i32,
     flags: u32,
     status: i32,
-    reserved: u64,
+    keep_mappers: u32,
+    reserved: u32,
 }
 
 /// `struct ksm_merge`
@@ -145,6 +146,8 @@ pub struct Range<'a> {
     pub address: u64,
     pub pages: u32,
     pub kept: Kept<'a>,
+    /// How many processes may map a kept page that isn't merged yet. 0: any number, or we keep the zero page.
+    pub keep_mappers: u32,
 }
 
 /// The outcome of merging ranges.
@@ -187,7 +190,11 @@ impl RequestDevice {
             Err(source) => return Err(RequestError::Io { path, source }),
         }
         let mut device = Self { file, hashes: false };
-        match device.call(&mut [], &mut []) {
+        let nobody = RawRange { nr_pages: 1, keep_pidfd: -1, take_pidfd: -1, keep_mappers: 1, ..RawRange::default() };
+        let mut ranges = [nobody];
+        match device.call(&mut ranges, &mut [0]) {
+            // It doesn't know `keep_mappers`: otherwise it would say that these are no processes.
+            Ok(_) if ranges[0].status == -libc::EINVAL => return Err(RequestError::Version { path }),
             Ok(_) => {}
             // The number of an ioctl contains the size of its argument, so if another version changed the structure's
             // size, it has another number.
@@ -394,6 +401,7 @@ impl Range<'_> {
             keep_pidfd,
             take_pidfd: self.process.as_raw_fd(),
             flags,
+            keep_mappers: self.keep_mappers,
             ..RawRange::default()
         }
     }
@@ -408,7 +416,7 @@ fn outcome(status: u8) -> Merging {
         4 | 8 => Merging::Absent,
         5 => Merging::Busy,
         6 => Merging::Ineligible,
-        7 => Merging::Full,
+        7 | 9 => Merging::Full,
         _ => Merging::Untried,
     }
 }

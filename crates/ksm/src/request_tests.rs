@@ -22,9 +22,10 @@ fn the_structures_are_those_of_the_header() {
         offset_of!(RawRange, take_pidfd),
         offset_of!(RawRange, flags),
         offset_of!(RawRange, status),
+        offset_of!(RawRange, keep_mappers),
         offset_of!(RawRange, reserved),
     ];
-    assert_eq!(range, [0, 8, 16, 24, 32, 40, 48, 52, 56, 60, 64]);
+    assert_eq!(range, [0, 8, 16, 24, 32, 40, 48, 52, 56, 60, 64, 68]);
     let merge = [
         offset_of!(RawMerge, version),
         offset_of!(RawMerge, range_size),
@@ -150,7 +151,7 @@ impl Kernel {
             }
             for page in 0..range.nr_done {
                 let frame = range.take_addr / PAGE_BYTES + page;
-                statuses[from + usize::try_from(page).unwrap()] = u8::try_from(1 + frame % 7).unwrap();
+                statuses[from + usize::try_from(page).unwrap()] = u8::try_from(1 + frame % 9).unwrap();
             }
             left -= range.nr_done;
             from += usize::try_from(range.nr_pages).unwrap();
@@ -169,6 +170,7 @@ fn merge(kernel: &mut Kernel, ranges: &[(u64, u32)]) -> Merged {
         address: page * PAGE_BYTES,
         pages,
         kept: Kept::Run(null.as_fd(), (1 << 30) + page * PAGE_BYTES),
+        keep_mappers: 3,
     };
     let ranges: Vec<Range<'_>> = ranges.iter().map(of).collect();
     merge_by(|raw, statuses| kernel.call(raw, statuses), &ranges, || true)
@@ -177,7 +179,7 @@ fn merge(kernel: &mut Kernel, ranges: &[(u64, u32)]) -> Merged {
 /// The outcomes that [`Kernel`] gives these pages.
 fn expected(ranges: &[(u64, u32)]) -> Vec<Merging> {
     let pages = ranges.iter().flat_map(|&(first, pages)| first..first + u64::from(pages));
-    pages.map(|page| outcome(u8::try_from(1 + page % 7).unwrap())).collect()
+    pages.map(|page| outcome(u8::try_from(1 + page % 9).unwrap())).collect()
 }
 
 #[test]
@@ -191,7 +193,7 @@ fn requests_go_on_where_a_call_ended_early() {
         assert_eq!(merged.pages, expected(&ranges), "{most}");
         assert!(merged.error.is_none());
         for raw in kernel.calls.iter().flatten() {
-            assert_eq!(raw.keep_addr, raw.take_addr + (1 << 30));
+            assert_eq!((raw.keep_addr, raw.keep_mappers), (raw.take_addr + (1 << 30), 3));
         }
     }
 }
@@ -239,7 +241,7 @@ fn what_was_not_tried_says_so() {
     // The caller stops after the first call.
     let mut kernel = Kernel::of(3);
     let null = File::open("/dev/null").unwrap();
-    let range = Range { process: null.as_fd(), address: 0, pages: 7, kept: Kept::Zero };
+    let range = Range { process: null.as_fd(), address: 0, pages: 7, kept: Kept::Zero, keep_mappers: 0 };
     let mut calls = 0;
     let merged = merge_by(
         |raw, statuses| kernel.call(raw, statuses),
@@ -258,7 +260,8 @@ fn what_was_not_tried_says_so() {
 #[test]
 fn a_call_in_which_every_page_differs_is_the_last() {
     let null = File::open("/dev/null").unwrap();
-    let range = Range { process: null.as_fd(), address: 0, pages: 10_000, kept: Kept::Page(null.as_fd(), 0) };
+    let kept = Kept::Page(null.as_fd(), 0);
+    let range = Range { process: null.as_fd(), address: 0, pages: 10_000, kept, keep_mappers: 1 };
     for (equal, calls) in [(None, 1), (Some(5), 2)] {
         let mut first = true;
         let by = |raw: &mut [RawRange], statuses: &mut [u8]| {

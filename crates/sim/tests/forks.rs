@@ -8,7 +8,7 @@ use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::host::{Actions, Change, Host};
+use pagefold_engine::host::{Actions, Change, Host, PageState};
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
@@ -351,6 +351,31 @@ fn what_a_member_out_of_scope_keeps_is_not_counted_as_saved() {
     assert!((PAGES * 45 / 100..PAGES * 55 / 100).contains(&saved), "{saved} frames of {PAGES}");
     let said = families.sim.engine.saving().expect("it is counted").saved.0;
     assert!(said.abs_diff(saved) <= saved / 50, "{said} frames, {saved} are saved");
+}
+
+/// We've read a process before it forks one that's out of scope, so we don't look at its pages again before we name them.
+#[test]
+fn what_a_process_shares_with_a_new_one_out_of_scope_is_not_merged() {
+    let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
+    let mapping = || Mapping::new(Pages(PAGES), Fill::Series(1));
+    let parent = sim.add(Process::starting_at(0).mapping(mapping()));
+    sim.run(30);
+    let outsider = sim.fork(parent);
+    sim.set_out_of_scope(outsider, true);
+    let now_ns = sim.now_ns();
+    let others = [0, 0].map(|_| sim.add(Process::starting_at(now_ns).mapping(mapping())));
+    sim.run_and(60, |host| assert_eq!(host.merged_unmarked(), Pages(0), "at {} ns", host.now_ns()));
+    // The two that came later have one copy, and the family has another.
+    let merged = |owner| {
+        let region = sim.regions_of(owner)[0];
+        let first = sim.span_of(region).expect("it is there").first;
+        let state = |page| sim.page(region, first + page).expect("it is there").1;
+        (0..PAGES).filter(|&page| state(page) == PageState::Merged).count()
+    };
+    assert_eq!((merged(parent), merged(outsider)), (0, 0));
+    let [one, other] = others.map(merged);
+    assert_eq!(one, other);
+    assert!(one as u64 >= PAGES * 98 / 100, "{one} of {PAGES}");
 }
 
 /// Merging pages that are shared so often costs more than the frame is worth.

@@ -182,7 +182,8 @@ fn pages_that_an_excluded_process_has_shared_since_are_not_named_by_position() {
         assert_eq!(kept, region);
         let at = usize::try_from(page.0 - first.0).unwrap();
         let pages = &shared[at..at + result.range.take.pages as usize];
-        assert!(result.merging == Merging::Absent || !pages.contains(&true), "{result:?}");
+        // The kernel keeps none that more map than we know.
+        assert!(matches!(result.merging, Merging::Absent | Merging::Full) || !pages.contains(&true), "{result:?}");
         left_out += pages.iter().filter(|&&is_shared| is_shared).count() as u64;
     }
     assert_eq!(left_out, EACH / 8);
@@ -217,7 +218,7 @@ fn families_that_do_not_agree_are_read_as_ever() {
     let contents: [fn(u64, u64) -> u64; 2] = [unlike, at_other_offsets];
     for content in contents {
         let [with, without] = [0, 1].map(|longer| read_of_newcomers(longer, content));
-        assert!(with * 100 <= without * 102, "{with} pages, {without} without");
+        assert!(with * 100 <= without * 103, "{with} pages, {without} without");
     }
 }
 

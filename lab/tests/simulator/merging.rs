@@ -28,6 +28,7 @@ fn range(host: &SimHost, (region, first, pages): (RegionKey, u64, u32), keep: Ke
         keep,
         needs_merged: false,
         needs_own: false,
+        keep_mappers: 0,
     }
 }
 

@@ -280,8 +280,11 @@ impl Engine {
     /// marked. We drop it if one of these pages may not be merged now.
     pub(super) fn name_relatives(&mut self) {
         let mut marking = FxHashSet::default();
-        for pair in self.requests.take_pairs() {
+        for mut pair in self.requests.take_pairs() {
             let Some(pages) = self.pages_of_families(&pair) else { continue };
+            if let Some(keep) = pair.keep {
+                pair.keep_mappers = self.known_mappers(keep);
+            }
             let mut is_marked = true;
             for &page in &pages {
                 let is_named = self.table.get(page.location.slot).is_some_and(Region::is_named);
@@ -321,6 +324,18 @@ impl Engine {
             }
         }
         Some(pages)
+    }
+
+    /// How many processes may map a page as far as we know: the members of its family that have the address, but for
+    /// those of which we know that they have a page of their own there.
+    fn known_mappers(&self, page: IndexedPage) -> u32 {
+        let Some(region) = self.table.get(page.location.slot) else { return 1 };
+        let Some(family) = self.family(region).filter(|_| !region.usage.own.contains(page.page)) else { return 1 };
+        let mut known = 0;
+        for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+            known += u32::from(relative.has(page.page) && !relative.usage.own.contains(page.page));
+        }
+        known
     }
 }
 

@@ -5,9 +5,9 @@
 //! samples agree with it is named to the kernel in long runs, page for page. We only read what's left, which includes
 //! all zeros: the member that we've read maps the zero page there, so the kernel finds nothing to merge with.
 //!
-//! Nobody has looked at these pages, so the host does, on both sides, just before it names them
+//! Nobody has looked at these pages, so the host looks at those to replace, just before it names them
 //! ([`MergeRange::needs_own`](crate::host::MergeRange::needs_own)): a process that we don't see may share some through
-//! fork.
+//! fork. The kernel looks at those to keep ([`MergeRange::keep_mappers`](crate::host::MergeRange::keep_mappers)).
 //!
 //! A page that differs costs a comparison, so each family has credit: what merges earns a third of its pages, and what's
 //! named in vain is lost. At most a quarter of the named pages and the first credit are lost. Then the family rests.

@@ -12,10 +12,9 @@ use crate::scope::exclude::withdrawal;
 use pagefold_engine::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::region::PageSet;
-use pagefold_engine::units::{Pages, Vpn};
+use pagefold_engine::units::Vpn;
 use pagefold_ksm::request::{Kept, Merged, Range, RequestDevice};
 use pagefold_procmem::image::AddressSpace;
-use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::abandonable::{Job, LIMIT, advance};
@@ -147,17 +146,15 @@ struct NameCheck {
 struct FitPages {
     /// Pages that may be kept because they're merged.
     merged: PageSet,
-    /// Pages that their processes have for themselves.
-    taken: PageSet,
-    kept: PageSet,
+    /// Pages to take that nobody else maps.
+    own: PageSet,
 }
 
-/// Which pages we look for: ones that nobody else maps, merged ones, or both.
+/// Which pages we look for: ones that nobody else maps, or merged ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
     Own,
     Merged,
-    OwnOrMerged,
 }
 
 /// The result of a range that we didn't try.
@@ -332,8 +329,7 @@ impl LiveHost {
     /// saw them. `None` if we can't look.
     fn look_up(&mut self, take: i32, keep: i32, parts: &[MergeRange]) -> Option<FitPages> {
         let mut merged = Vec::new();
-        let mut taken = Vec::new();
-        let mut kept = Vec::new();
+        let mut own = Vec::new();
         for part in parts {
             let run = match part.keep {
                 Keep::Run(_, first) => (first, part.take.pages),
@@ -344,14 +340,12 @@ impl LiveHost {
                 merged.push(run);
             }
             if part.needs_own {
-                taken.push((part.take.first, part.take.pages));
-                kept.push(run);
+                own.push((part.take.first, part.take.pages));
             }
         }
         Some(FitPages {
             merged: self.find_pages(keep, merged, Wanted::Merged)?,
-            taken: self.find_pages(take, taken, Wanted::Own)?,
-            kept: self.find_pages(keep, kept, Wanted::OwnOrMerged)?,
+            own: self.find_pages(take, own, Wanted::Own)?,
         })
     }
 
@@ -360,16 +354,11 @@ impl LiveHost {
         if runs.is_empty() {
             return Some(found);
         }
-        let asked: u64 = runs.iter().map(|run| u64::from(run.1)).sum();
         let looked = self.targets.get_mut(&pid)?.read(move |process| {
             let mut reader = PageReader::new();
-            if wanted != Wanted::Merged {
-                reader.private_pages(process, &runs, |page| _ = found.insert(page))?;
-            }
-            // If the kernel calls every anonymous page merged, others may share them through fork.
-            let may_be_merged = wanted == Wanted::OwnOrMerged && shows_merged() && found.len() < Pages(asked);
-            if wanted == Wanted::Merged || may_be_merged {
-                reader.merged_frames(process, &runs, wanted == Wanted::Merged, |page, _| _ = found.insert(page))?;
+            match wanted {
+                Wanted::Own => reader.private_pages(process, &runs, |page| _ = found.insert(page))?,
+                Wanted::Merged => reader.merged_frames(process, &runs, true, |page, _| _ = found.insert(page))?,
             }
             Ok(found)
         });
@@ -540,8 +529,8 @@ impl FitPages {
     /// Whether both pages of a range of one fulfil its conditions.
     fn are_fit(&self, page: MergeRange) -> bool {
         let Some((_, kept)) = page.keep.first() else { return true };
-        let are_own = self.taken.contains(page.take.first) && self.kept.contains(kept);
-        (!page.needs_merged || self.merged.contains(kept)) && (!page.needs_own || are_own)
+        let is_own = self.own.contains(page.take.first);
+        (!page.needs_merged || self.merged.contains(kept)) && (!page.needs_own || is_own)
     }
 }
 
@@ -562,7 +551,9 @@ fn merge_job(
                 Keep::Page(_, page) => Kept::Page(kept, page.address()),
                 Keep::Zero => Kept::Zero,
             };
-            ranges.push(Range { process: taken, address: part.take.first.address(), pages: part.take.pages, kept });
+            let PageRun { first, pages, .. } = part.take;
+            let keep_mappers = part.keep_mappers;
+            ranges.push(Range { process: taken, address: first.address(), pages, kept, keep_mappers });
         }
         Ok(device.merge(&ranges, || {
             turn.leave();

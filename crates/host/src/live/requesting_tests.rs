@@ -37,6 +37,7 @@ fn range(take: (RegionKey, u64), pages: u32, keep: Keep) -> MergeRange {
         keep,
         needs_merged: false,
         needs_own: false,
+        keep_mappers: u32::from(keep != Keep::Zero),
     }
 }
 
@@ -190,12 +191,11 @@ fn pages_that_have_to_be_merged_and_are_not_are_left_out() {
 }
 
 #[test]
-fn pages_that_others_share_on_either_side_are_left_out() {
+fn pages_to_take_that_others_share_are_left_out() {
     let run = MergeRange { needs_own: true, ..range((A, 0x10), 5, Keep::Run(B, Vpn(0x80))) };
-    let fit =
-        FitPages { taken: pages(&[0x10, 0x11, 0x12, 0x14]), kept: pages(&[0x80, 0x82, 0x83]), ..FitPages::default() };
+    let fit = FitPages { own: pages(&[0x10, 0x11, 0x13]), ..FitPages::default() };
     let mut results = Vec::new();
-    assert_eq!(fit.only_fit(&[run], &mut results), [run.part(0, 1), run.part(2, 1)]);
+    assert_eq!(fit.only_fit(&[run], &mut results), [run.part(0, 2), run.part(3, 1)]);
     let absent = |range| MergeResult { range, merging: Merging::Absent };
-    assert_eq!(results, [absent(run.part(1, 1)), absent(run.part(3, 2))]);
+    assert_eq!(results, [absent(run.part(2, 1)), absent(run.part(4, 1))]);
 }

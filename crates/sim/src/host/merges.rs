@@ -87,10 +87,10 @@ impl SimHost {
         if range.needs_merged && matches!(kept, Kept::Page(keep) if !merged(keep)) {
             return (Merging::Absent, self.costs.pagemap_ns);
         }
-        if range.needs_own && !self.are_own(take, kept) {
-            return (Merging::Absent, 2 * self.costs.pagemap_ns);
+        if range.needs_own && !self.is_own(take) {
+            return (Merging::Absent, self.costs.pagemap_ns);
         }
-        let looked_ns = if range.needs_own { 2 * self.costs.pagemap_ns } else { 0 };
+        let looked_ns = if range.needs_own { self.costs.pagemap_ns } else { 0 };
         let merge_ns = match kept {
             Kept::Zero => self.costs.request_zero_ns,
             Kept::Page(keep) if merged(keep) => self.costs.request_join_ns,
@@ -99,7 +99,7 @@ impl SimHost {
         if self.stream.chance(self.knobs.busy) {
             return (Merging::Busy, self.costs.request_differs_ns);
         }
-        let merging = self.ksmd.merge(&mut self.memory, take, kept);
+        let merging = self.ksmd.merge(&mut self.memory, take, kept, range.keep_mappers);
         let cost_ns = match merging {
             Merging::Merged => merge_ns,
             Merging::Differs | Merging::Busy | Merging::Full => self.costs.request_differs_ns,
@@ -110,13 +110,8 @@ impl SimHost {
         (merging, looked_ns + cost_ns)
     }
 
-    /// Whether the process has a page for itself, and the kept page's has, or that is merged.
-    fn are_own(&self, take: PageRef, kept: Kept) -> bool {
-        let state = |(key, page)| self.memory.region(key).map(|region| self.memory.state(region, page));
-        let keeps = match kept {
-            Kept::Zero => true,
-            Kept::Page(keep) => matches!(state(keep), Some(PageState::Private | PageState::Merged)),
-        };
-        keeps && state(take) == Some(PageState::Private)
+    /// Whether the process has a page for itself.
+    fn is_own(&self, (key, page): PageRef) -> bool {
+        self.memory.region(key).is_some_and(|region| self.memory.state(region, page) == PageState::Private)
     }
 }

@@ -177,7 +177,7 @@ impl Rig {
             1 => Keep::Page(keep.region, keep.first),
             _ => Keep::Zero,
         };
-        let range = MergeRange { take, keep, needs_merged: false, needs_own: false };
+        let range = MergeRange { take, keep, needs_merged: false, needs_own: false, keep_mappers: 0 };
         let outcome = self.sim.apply(&Actions { merge: vec![range], ..Actions::default() }).unwrap();
         let mut next = 0;
         for result in &outcome.merges {

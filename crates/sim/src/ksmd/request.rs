@@ -41,11 +41,12 @@ impl Present {
 }
 
 impl Ksmd {
-    /// Merges a page with the kept one, if they're equal.
-    pub(crate) fn merge(&mut self, memory: &mut Memory, take: PageRef, kept: Kept) -> Merging {
+    /// Merges a page with the kept one, if they're equal, and if that is merged or at most so many processes map it. 0: any
+    /// number.
+    pub(crate) fn merge(&mut self, memory: &mut Memory, take: PageRef, kept: Kept, keep_mappers: u32) -> Merging {
         match kept {
             Kept::Zero => self.merge_with_zero(memory, take),
-            Kept::Page(keep) => self.merge_pages(memory, take, keep),
+            Kept::Page(keep) => self.merge_pages(memory, take, keep, keep_mappers),
         }
     }
 
@@ -67,7 +68,7 @@ impl Ksmd {
         Merging::Merged
     }
 
-    fn merge_pages(&mut self, memory: &mut Memory, take: PageRef, keep: PageRef) -> Merging {
+    fn merge_pages(&mut self, memory: &mut Memory, take: PageRef, keep: PageRef, keep_mappers: u32) -> Merging {
         if take == keep {
             return Merging::Shared;
         }
@@ -90,6 +91,10 @@ impl Ksmd {
         self.counts.search(self.granularity.get(), stable, 1 - stable, equal);
         if !equal {
             return Merging::Differs;
+        }
+        let mappers = memory.region(keep.0).map_or(0, |region| memory.mappers(region, keep.1));
+        if kept.merged.is_none() && keep_mappers > 0 && mappers > keep_mappers {
+            return Merging::Full;
         }
         let frame = kept.merged.unwrap_or_else(|| self.keep(memory, keep, &kept));
         self.join(memory, take, frame);
