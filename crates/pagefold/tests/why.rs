@@ -185,7 +185,9 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
         // Busybox goes by its name.
         fs::create_dir(folder.path().join(name)).unwrap();
         let copy = folder.path().join(name).join("busybox");
-        fs::copy("/bin/busybox", &copy).ok()?;
+        // We don't open the copy for writing ourselves: other tests' children would have it open, too, and it couldn't be run.
+        let copied = std::process::Command::new("cp").arg("/bin/busybox").arg(&copy).status().unwrap();
+        copied.success().then_some(())?;
         Some(std::process::Command::new(copy).args(["sleep", "1000"]).spawn().unwrap())
     });
     let [Some(one), Some(other)] = holders else {
