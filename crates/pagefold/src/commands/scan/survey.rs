@@ -383,14 +383,8 @@ impl Survey {
             excluded.push(LeftOut { reason: SHARED_WITH_OUTSIDERS.to_owned(), bytes, regions, is_out_of_reach: false });
             excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
         }
-        let mut held = vec![0.0; self.processes.len()];
-        for (cell, cause) in self.cells.iter().zip(&self.causes) {
-            if cause.is_none() {
-                held[index(cell.process)] += cell.private.0 as f64 + cell.shared_frames;
-            }
-        }
-        for (process, held) in self.processes.iter_mut().zip(held) {
-            process.pinned_part = (process.pinned.0 as f64 / f64::max(held, 1.0)).min(1.0);
+        self.spread_pins();
+        for process in &mut self.processes {
             process.merged.sort_unstable();
             for region in &mut process.regions {
                 if region.is_read {
@@ -401,6 +395,19 @@ impl Survey {
             }
         }
         Ok(())
+    }
+
+    /// Takes the same part of all mergeable memory of a process for pinned.
+    fn spread_pins(&mut self) {
+        let mut held = vec![0.0; self.processes.len()];
+        for (cell, cause) in self.cells.iter().zip(&self.causes) {
+            if cause.is_none() {
+                held[index(cell.process)] += cell.private.0 as f64 + cell.shared_frames;
+            }
+        }
+        for (process, held) in self.processes.iter_mut().zip(held) {
+            process.pinned_part = (process.pinned.0 as f64 / f64::max(held, 1.0)).min(1.0);
+        }
     }
 
     fn cell_of(&self, joint: &Joint) -> u32 {
