@@ -95,9 +95,11 @@ fn entry(detail: &VmaDetail) -> Vec<u8> {
     let mut text = line(&detail.vma);
     let counters = [
         ("Rss", Some(detail.rss_kib)),
+        ("Pss", Some(detail.pss_kib)),
         ("Anonymous", Some(detail.anonymous_kib)),
         ("KSM", detail.ksm_kib),
         ("AnonHugePages", Some(detail.anon_huge_kib)),
+        ("Private_Hugetlb", Some(detail.hugetlb_kib)),
         ("Swap", Some(detail.swap_kib)),
     ];
     for (name, kib) in counters {
