@@ -21,7 +21,7 @@ use pagefold_text::exit::Exit;
 /// The deny list, the trust domains, and the processes that an administrator has excluded.
 #[derive(Debug)]
 pub struct Bounds {
-    pub deny: DenyList,
+    deny: DenyList,
     domain_rules: DomainRules,
     domains: Domains,
     kept_out: KeptOut,
