@@ -90,6 +90,21 @@ fn memory_whose_copy_has_ended_is_not_taken_for_pinned() {
     }
 }
 
+/// Samples of a newcomer show that the older process has duplicates before the newcomer is old enough to be marked.
+#[test]
+fn memory_whose_copy_is_new_is_not_taken_for_pinned() {
+    for tenths in 0..100 {
+        let mut sim = machine(&[false]);
+        let started_ns = 5_000_000_000 + tenths * 100_000_000;
+        sim.add(Process::starting_at(started_ns).mapping(Mapping::new(EACH, Fill::Series(1))));
+        for _ in 0..60 {
+            sim.run(1);
+            assert!(!state(&sim, 0).1, "started after {started_ns} ns");
+        }
+        assert!(sim.saved().0 >= EACH.0 * 98 / 100, "{:?}", sim.saved());
+    }
+}
+
 /// Takes these pages of both processes out of memory.
 fn discard(sim: &mut Machine, pages: Range<u64>) {
     for owner in 0..2 {

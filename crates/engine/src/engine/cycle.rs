@@ -121,6 +121,12 @@ impl Engine {
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
+        // Newcomers may just have become old enough to be read, so we only judge what hasn't merged now.
+        if self.plan.has_counted {
+            self.find_unmerged(&samples.merged, samples.counted.as_ref());
+        } else if self.snapshot.shows_frames && self.is_nothing_merged() {
+            self.find_unmerged(&[], Some(&Counted::default()));
+        }
         if self.plan.reading.new_round {
             self.end_round();
             let top = self.ladder.levels();
@@ -174,7 +180,6 @@ impl Engine {
             self.saving.adopt_counter(ksm.saved(), *now_ns);
         } else if self.is_nothing_merged() {
             self.saving.adopt_none(*now_ns);
-            self.find_unmerged(&[], Some(&Counted::default()));
         }
         if self.saving().is_none() {
             self.saving.note_change();
@@ -269,7 +274,6 @@ impl Engine {
         let Snapshot { now_ns, ksm, .. } = &self.snapshot;
         self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), ksm.saved(), *now_ns);
         self.record_counted();
-        self.find_unmerged(&samples.merged, samples.counted.as_ref());
     }
 
     fn record_counted(&mut self) {

@@ -15,6 +15,7 @@ use super::Engine;
 use crate::host::{Counted, MergedSample};
 use crate::keys::{OwnerKey, RegionKey};
 use crate::region::Region;
+use crate::sampling::ladder::matures_ns;
 use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -44,6 +45,19 @@ impl Engine {
         false
     }
 
+    /// When the oldest region appeared that we sample but don't mark yet because it's too young, nanoseconds. It may hold
+    /// the copies of what we have marked since.
+    fn first_newcomer_ns(&self) -> u64 {
+        let mut first_ns = u64::MAX;
+        for region in self.table.iter() {
+            let is_new = matures_ns(region, self.pace(), &self.config) > self.snapshot.now_ns;
+            if is_new && region.survey.tally.duplicates() > 0 {
+                first_ns = first_ns.min(region.seen_ns);
+            }
+        }
+        first_ns
+    }
+
     /// Unmarks regions where a count finds almost nothing merged, although ksmd has visited all marks twice.
     pub(super) fn find_unmerged(&mut self, merged: &[MergedSample], counted: Option<&Counted>) {
         let now_ns = self.snapshot.now_ns;
@@ -64,9 +78,10 @@ impl Engine {
         for region in split_zeros(&self.table, counted) {
             *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
         }
+        let newcomer_ns = self.first_newcomer_ns();
         let mut unmerged: Vec<OwnerKey> = Vec::new();
         for region in self.table.iter_mut() {
-            if region.marks.merges || !is_judged(region, one_in) {
+            if region.marks.merges || !is_judged(region, one_in, newcomer_ns) {
                 continue;
             }
             let expected = region.merged_by_ksmd();
@@ -82,7 +97,7 @@ impl Engine {
         }
         let first = &unmerged[..unmerged.len().div_ceil(AT_ONCE)];
         for region in self.table.iter_mut() {
-            if region.marks.merges || !is_judged(region, one_in) {
+            if region.marks.merges || !is_judged(region, one_in, newcomer_ns) {
                 continue;
             }
             if first.contains(&region.view.owner) {
@@ -97,7 +112,10 @@ impl Engine {
 }
 
 /// Whether we can judge a region: a count that looks up one page in `one_in` includes enough of its duplicates, and their
-/// copies are still there.
-fn is_judged(region: &Region, one_in: u64) -> bool {
-    !region.marks.lost_copies && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
+/// copies are still there, none of them in a newcomer that we don't mark yet.
+fn is_judged(region: &Region, one_in: u64, newcomer_ns: u64) -> bool {
+    let Some(judgement) = region.life.judgement() else { return false };
+    judgement.at_ns < newcomer_ns
+        && !region.marks.lost_copies
+        && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
 }
