@@ -666,8 +666,10 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
         Ok(())
     });
     assert!(read.is_err_and(|error| error.is_late()) && watched.target.has_timed_out());
+    // The read may end between the two looks at it.
     while watched.target.has_timed_out() {
-        assert!(!watched.refresh_after(SECOND));
+        let is_refreshed = watched.refresh_after(SECOND);
+        assert!(!is_refreshed || !watched.target.has_timed_out());
         std::thread::sleep(Duration::from_millis(1));
     }
     for _ in 0..3 {
