@@ -30,6 +30,7 @@ use crate::units::Pages;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::slice;
 
 /// The room left below one limit.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +46,13 @@ struct LimitRoom {
     /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
     /// merged.
     is_shared: bool,
+}
+
+impl LimitRoom {
+    fn take(&mut self, pages: Pages) {
+        self.left = self.left.saturating_sub(pages);
+        self.lent = self.lent.saturating_sub(pages);
+    }
 }
 
 /// How many more pages of each process we may merge.
@@ -109,15 +117,34 @@ impl Headroom {
     /// The limit that leaves a process the least headroom, and how many of its pages we may still merge. `None`: any
     /// number.
     pub fn of(&self, owner: OwnerKey) -> Option<(LimitKey, Pages)> {
+        self.of_each(slice::from_ref(&owner))
+    }
+
+    /// The limit that leaves these processes the least headroom, and how many pages of each we may still merge. `None`:
+    /// any number.
+    pub fn of_each(&self, owners: &[OwnerKey]) -> Option<(LimitKey, Pages)> {
         let mut least: Option<(LimitKey, Pages)> = None;
-        for key in self.of_owner.get(&owner)? {
-            let Some(room) = self.limits.get(key) else { continue };
-            let left = if self.lends { room.lent } else { room.left };
+        for (key, processes) in self.count(owners) {
+            let Some(room) = self.limits.get(&key) else { continue };
+            let left = Pages(self.left(room).0 / processes);
             if least.is_none_or(|(_, least)| left < least) {
-                least = Some((*key, left));
+                least = Some((key, left));
             }
         }
         least
+    }
+
+    /// How many of these processes are below each limit.
+    fn count(&self, owners: &[OwnerKey]) -> BTreeMap<LimitKey, u64> {
+        let mut counts = BTreeMap::new();
+        for key in owners.iter().filter_map(|owner| self.of_owner.get(owner)).flatten() {
+            *counts.entry(*key).or_default() += 1;
+        }
+        counts
+    }
+
+    fn left(&self, room: &LimitRoom) -> Pages {
+        if self.lends { room.lent } else { room.left }
     }
 
     /// The limit that leaves a process no headroom at all.
@@ -170,19 +197,30 @@ impl Headroom {
 
     /// Uses up headroom for one page of a process. False if there's none.
     pub fn take_page(&mut self, owner: OwnerKey) -> bool {
-        let has_room = self.of(owner).is_none_or(|(_, left)| left > Pages(0));
-        if has_room {
-            self.take(owner, Pages(1));
+        self.take_pages(slice::from_ref(&owner))
+    }
+
+    /// Uses up headroom for one page of each of these processes, or for none if one of them has too little.
+    pub fn take_pages(&mut self, owners: &[OwnerKey]) -> bool {
+        let needed = self.count(owners);
+        for (key, &pages) in &needed {
+            if self.limits.get(key).is_some_and(|room| self.left(room) < Pages(pages)) {
+                return false;
+            }
         }
-        has_room
+        for (key, pages) in needed {
+            if let Some(room) = self.limits.get_mut(&key) {
+                room.take(Pages(pages));
+            }
+        }
+        true
     }
 
     /// Uses up headroom for pages of a process.
     pub fn take(&mut self, owner: OwnerKey, pages: Pages) {
         for key in self.of_owner.get(&owner).into_iter().flatten() {
             if let Some(room) = self.limits.get_mut(key) {
-                room.left = room.left.saturating_sub(pages);
-                room.lent = room.lent.saturating_sub(pages);
+                room.take(pages);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Decides what to mark and what to unmark.
 
+mod budget;
 pub mod cow_breaks;
 pub mod extents;
 pub mod lifetimes;

@@ -399,10 +399,7 @@ impl Memory {
 
     /// Whether both pages map the same fork-shared frame.
     pub fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
-        let share = |(key, page): (u32, u32)| {
-            let region = self.region(key)?;
-            (region.backing[page as usize] == Backing::Forked).then(|| region.frame_of(page as usize))
-        };
+        let share = |(key, page): (u32, u32)| self.region(key)?.forked_frame(page);
         share(a).is_some_and(|mine| share(b) == Some(mine))
     }
 

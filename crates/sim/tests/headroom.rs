@@ -394,3 +394,34 @@ proptest! {
         sim.run(30);
     }
 }
+
+/// Two masters with four workers each, one family below a limit. Each process needs headroom for a copy of its own, and
+/// where a relative isn't merged, merging the others frees nothing.
+#[test]
+fn a_family_without_headroom_for_all_is_merged_in_part() {
+    const MAPS: u64 = 4;
+    const PROCESSES: u64 = 5;
+    for percent in [25, 50, 75] {
+        for mut sim in machines() {
+            let mut families = Vec::new();
+            for _ in 0..2 {
+                let mut master = Process::starting_at(0);
+                for content in 1..=MAPS {
+                    master = master.mapping(Mapping::new(Pages(EACH / MAPS), Fill::Series(content)));
+                }
+                let mut family = vec![sim.add(master)];
+                for _ in 1..PROCESSES {
+                    family.push(sim.fork(family[0]));
+                }
+                families.push(family);
+            }
+            let room = EACH * PROCESSES * percent / 100;
+            // A tenth is the reserve.
+            let limit = Pages((EACH + room) * 10 / 9);
+            sim.limit(LimitKey(1), limit, &families[0]);
+            run_within(&mut sim, 120, &[(1, limit)]);
+            let saved = (2 * EACH - sim.truth().frames) * 100 / EACH;
+            assert!(saved >= percent * 9 / 10, "{saved} of {percent} %");
+        }
+    }
+}

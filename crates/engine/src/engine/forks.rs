@@ -295,11 +295,26 @@ impl Engine {
             }
             if !is_marked {
                 self.requests.put_off(pair);
+            } else if !self.has_headroom_for(&pair, &pages) {
+                self.note_headroom(pair.take.location.slot);
             } else if !self.requests.name(pair, &pages) {
                 // The page to keep can't have that many sharers.
                 self.contents.index.point_to(pair.digest, pair.take.location);
             }
         }
+    }
+
+    /// Uses up headroom for the copies of those who map a pair's pages through fork: each may write its own. Nothing is
+    /// merged without room for all. There's room already for the page that stays and for what's merged.
+    fn has_headroom_for(&mut self, pair: &Pair, pages: &[IndexedPage]) -> bool {
+        let mut owners = Vec::new();
+        for page in pages {
+            let Some(region) = self.table.get(page.location.slot) else { continue };
+            if Some(*page) != pair.keep && !region.usage.merged.contains(page.page) {
+                owners.push(region.view.owner);
+            }
+        }
+        self.room.headroom.take_pages(&owners)
     }
 
     /// The pages of a pair that are shared through fork, in all relatives. `None` if one of them may not be merged now.

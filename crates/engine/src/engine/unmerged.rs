@@ -115,7 +115,5 @@ impl Engine {
 /// copies are still there, none of them in a newcomer that we don't mark yet.
 fn is_judged(region: &Region, one_in: u64, newcomer_ns: u64) -> bool {
     let Some(judgement) = region.life.judgement() else { return false };
-    judgement.at_ns < newcomer_ns
-        && !region.marks.lost_copies
-        && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
+    judgement.at_ns < newcomer_ns && !region.marks.lost_copies && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
 }

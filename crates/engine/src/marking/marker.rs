@@ -9,6 +9,7 @@ use crate::headroom::Headroom;
 use crate::host::{Change, ChangeResult, Marking, Outcome, RegionView, Span, Why};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::limits::Allowance;
+use crate::marking::budget::Budget;
 use crate::marking::extents::{Candidate, Counts, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::marking::unmarking::{MAPPINGS_AGAIN_NS, Unmarking, Waiting};
@@ -492,9 +493,10 @@ fn ready(
     table: &mut RegionTable,
     waiting: &Waiting,
     now_ns: u64,
-    mut headroom: Headroom,
+    headroom: Headroom,
     config: &Config,
 ) -> Vec<(u32, Vec<Candidate>)> {
+    let mut budget = Budget::new(table, headroom, config);
     let parts_of = parts_by_owner(table);
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
@@ -515,11 +517,11 @@ fn ready(
         }
         region.hold.end();
         let spans = if region.is_marked_whole() {
-            marked_by_another(region, &headroom)
+            marked_by_another(region, &budget.headroom)
         } else {
             let parts = parts_of.get(&region.view.owner).copied().unwrap_or(0);
             let room = config.spans_per_process.saturating_sub(parts - region.parts());
-            new_spans(region, room, &mut headroom, config)
+            new_spans(region, room, &mut budget, config)
         };
         if spans.is_empty() {
             region.life.advance(Event::Settle);
@@ -540,13 +542,13 @@ fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate>
 
 /// The spans to mark in a region that aren't marked yet. With its present marks, the region may have `room` spans in
 /// all.
-fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: &Config) -> Vec<Candidate> {
+fn new_spans(region: &mut Region, room: usize, budget: &mut Budget, config: &Config) -> Vec<Candidate> {
     let Some(judgement) = region.life.judgement() else { return Vec::new() };
     if room == 0 {
         return Vec::new();
     }
     let mut spans = region.spans(config, judgement.density, room);
-    fit(&mut spans, region, headroom, config);
+    fit(&mut spans, region, budget, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
     // Marks that no new span covers stay, and count as well.
     let kept = region.marks.spans.iter().filter(|mark| !spans.iter().any(|span| covers(span, mark))).count();
@@ -563,12 +565,9 @@ fn parts_by_owner(table: &RegionTable) -> BTreeMap<OwnerKey, usize> {
     parts_of
 }
 
-/// Cuts a region's spans down to its process's headroom, and takes that headroom.
-fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom, config: &Config) {
+/// Cuts a region's spans down to the headroom for it, and takes that headroom.
+fn fit(spans: &mut Vec<Candidate>, region: &mut Region, budget: &mut Budget, config: &Config) {
     region.hold.full = None;
-    let owner = region.view.owner;
-    let Some((limit, left)) = headroom.of(owner) else { return };
-    let before = region.mergeable();
     let mut marked = Pages(0);
     for mark in &region.marks.spans {
         if !spans.iter().any(|span| covers(span, mark)) {
@@ -577,8 +576,9 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
     }
     let wanted = marked + spans.iter().map(|span| span.pages).sum();
     let wanted = wanted.min(region.resident());
-    if wanted <= before + left {
-        headroom.take(owner, wanted.saturating_sub(before));
+    let Some((limit, most)) = budget.most(region, wanted) else { return };
+    if wanted <= most {
+        budget.take(region, wanted);
         return;
     }
     region.hold.full = Some(limit);
@@ -586,14 +586,13 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
         spans.clear();
     }
     for span in std::mem::take(spans) {
-        let most = (before + left).saturating_sub(marked);
-        let Some(part) = beginning(&region.extents, &span, most) else { continue };
+        let Some(part) = beginning(&region.extents, &span, most.saturating_sub(marked)) else { continue };
         if part.duplicate >= config.span_pages_min {
             marked += part.pages;
             spans.push(part);
         }
     }
-    headroom.take(owner, marked.saturating_sub(before));
+    budget.take(region, marked);
 }
 
 fn span_of(region: &Region, mark: &Candidate) -> Span {

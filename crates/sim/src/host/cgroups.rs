@@ -62,16 +62,24 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
     }
 
-    /// How many pages of a cgroup's processes aren't merged. Fork-shared pages count for each process.
+    /// How many frames the pages of a cgroup's processes take that aren't merged. The cgroup pays for a frame that it
+    /// shares through fork with processes elsewhere.
     fn own_pages(&self, cgroup: &Cgroup) -> u64 {
-        let mut pages = 0;
+        let mut private = 0;
+        let mut forked = BTreeSet::new();
         for (_, region) in self.memory.live_regions() {
-            if cgroup.members.contains(&OwnerKey(region.owner)) {
-                let own = region.backing.iter().filter(|backing| matches!(backing, Backing::Private | Backing::Forked));
-                pages += own.count() as u64;
+            if !cgroup.members.contains(&OwnerKey(region.owner)) {
+                continue;
+            }
+            for page in 0..region.len() {
+                match (region.backing[page as usize], region.forked_frame(page)) {
+                    (_, Some(frame)) => drop(forked.insert(frame)),
+                    (Backing::Private, _) => private += 1,
+                    _ => {}
+                }
             }
         }
-        pages
+        private + forked.len() as u64
     }
 
     /// How many merged frames are charged to a cgroup, of those that `counts` accepts.

@@ -87,6 +87,12 @@ impl Region {
         }
     }
 
+    /// The frame of a page that was or is shared through fork.
+    pub fn forked_frame(&self, page: u32) -> Option<u32> {
+        let page = page as usize;
+        (self.backing[page] == Backing::Forked).then(|| self.frame_of(page))
+    }
+
     pub fn merged_frame(&self, page: u32) -> Option<u32> {
         (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
     }

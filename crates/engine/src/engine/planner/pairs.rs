@@ -156,7 +156,7 @@ impl Engine {
     }
 
     /// Notes if a process has no headroom left. We read the region again once there is some.
-    fn note_headroom(&mut self, slot: u32) {
+    pub(in crate::engine) fn note_headroom(&mut self, slot: u32) {
         let Some(region) = self.table.get_mut(slot) else { return };
         if let Some(limit) = self.room.headroom.full(region.view.owner) {
             region.hold.full = Some(limit);
