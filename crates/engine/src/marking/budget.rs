@@ -1,78 +1,83 @@
 //! How much of each region we may mark within the headroom below cgroup limits.
 //!
 //! Processes that share pages through fork get headroom for all of them or for none: as long as one of them isn't
-//! merged, merging the others frees nothing. So once some pages of a region are marked, as many in its relatives have
-//! headroom, too, until we've read and judged those.
+//! merged, merging the others frees nothing. So what we mark in the first of them, which we read for all, has headroom in
+//! its relatives, too, until we've read and judged those. Without headroom for a whole mapping, we mark the same addresses
+//! in all of them: each may have mapped memory of its own beside what it has inherited.
 
 use crate::config::Config;
 use crate::headroom::Headroom;
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
+use crate::marking::extents::{Candidate, part};
 use crate::region::table::RegionTable;
-use crate::region::{Fork, Region};
+use crate::region::{Fork, Region, covers};
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
+use std::ops::Range;
 
-/// A region that we may still mark more of.
+/// A region that shares pages with the first of its family.
 #[derive(Debug)]
 struct Relative {
-    owner: OwnerKey,
     key: RegionKey,
-    first: Vpn,
+    owner: OwnerKey,
+    pages: Range<Vpn>,
     resident: Pages,
     /// How many of its pages have headroom.
     granted: Pages,
+}
+
+/// Regions that are merged together or not at all.
+#[derive(Debug, Default)]
+struct Family {
+    /// What's marked in the first.
+    spans: Vec<Candidate>,
+    relatives: Vec<Relative>,
 }
 
 /// The headroom that's left while we pick what to mark.
 #[derive(Debug)]
 pub struct Budget {
     pub headroom: Headroom,
-    /// The regions that are merged with their relatives, by family.
-    families: FxHashMap<u32, Vec<Relative>>,
+    families: FxHashMap<u32, Family>,
 }
 
 impl Budget {
     pub fn new(table: &RegionTable, headroom: Headroom, config: &Config) -> Self {
         let mut budget = Self { headroom, families: FxHashMap::default() };
-        let mut most: FxHashMap<u32, Pages> = FxHashMap::default();
-        for region in table.iter() {
-            let shares = region.reads_forked() && region.forked_share() >= config.threshold().fraction();
-            if let Some(number) = region.relatives.filter(|_| shares) {
-                let largest = most.entry(number).or_default();
-                *largest = region.mergeable().max(*largest);
+        for region in table.iter().filter(|region| region.fork == Fork::First) {
+            if region.forked_share() >= config.threshold().fraction() {
+                let Some(number) = region.relatives else { continue };
+                budget.families.entry(number).or_default().mark(&region.marks.spans);
             }
         }
-        for region in table.iter() {
-            let Some(number) = region.relatives.filter(|number| most.contains_key(number)) else { continue };
-            let is_done = region.reads_forked() && region.life.is_judged() && !region.life.is_worth_marking();
-            if region.fork == Fork::Alone || is_done && region.hold.full.is_none() {
+        for region in table.iter().filter(|region| matches!(region.fork, Fork::Relative | Fork::Follows)) {
+            let Some(family) = region.relatives.and_then(|number| budget.families.get_mut(&number)) else { continue };
+            let is_done = region.fork == Fork::Follows && region.life.is_judged() && !region.life.is_worth_marking();
+            if is_done && region.hold.full.is_none() {
                 continue;
             }
-            budget.families.entry(number).or_default().push(Relative {
-                owner: region.view.owner,
+            family.relatives.push(Relative {
                 key: region.view.key,
-                first: region.view.first,
+                owner: region.view.owner,
+                pages: region.view.first..region.end(),
                 resident: region.resident(),
                 granted: region.mergeable(),
             });
         }
-        for (number, largest) in most {
-            budget.grant(number, largest);
+        for family in budget.families.values_mut() {
+            family.grant(&mut budget.headroom);
         }
         budget
     }
 
-    /// How many pages of a region may be marked at most, and the limit that bounds this. `None`: any number. We'd like to
-    /// mark `wanted`.
-    pub fn most(&self, region: &Region, wanted: Pages) -> Option<(LimitKey, Pages)> {
-        let owner = region.view.owner;
+    /// How many pages of a region may be marked at most, and the limit that bounds this. `None`: any number.
+    pub fn most(&self, region: &Region) -> Option<(LimitKey, Pages)> {
         let mut granted = region.mergeable();
-        let mut owners = vec![owner];
-        let relatives = region.relatives.and_then(|number| self.families.get(&number));
-        for relative in relatives.into_iter().flatten() {
-            if (relative.key, relative.first) == (region.view.key, region.view.first) {
+        let mut owners = vec![region.view.owner];
+        for relative in self.family(region).into_iter().flat_map(|family| &family.relatives) {
+            if relative.is(region) {
                 granted = granted.max(relative.granted);
-            } else if relative.granted < wanted.min(relative.resident) {
+            } else if region.fork == Fork::First && relative.shares(region) && relative.granted < relative.resident {
                 owners.push(relative.owner);
             }
         }
@@ -80,19 +85,66 @@ impl Budget {
         Some((limit, granted + more))
     }
 
-    /// Uses up headroom for so many marked pages of a region, and of its relatives.
-    pub fn take(&mut self, region: &Region, marked: Pages) {
-        match region.relatives {
-            Some(number) if self.families.contains_key(&number) => self.grant(number, marked),
-            _ => self.headroom.take(region.view.owner, marked.saturating_sub(region.mergeable())),
+    /// The parts of a span that we may mark in a region if there's too little headroom for all of it.
+    pub fn parts(&self, region: &Region, span: &Candidate) -> Vec<Candidate> {
+        let Some(family) = self.family(region).filter(|_| region.fork != Fork::First) else { return vec![*span] };
+        let first = family.spans.iter().map(|span| span.first..span.first + span.pages.0);
+        first.filter_map(|bounds| part(&region.extents, span, bounds)).collect()
+    }
+
+    /// Uses up headroom for marking `spans` in a region, which has `marked` marked pages then.
+    pub fn take(&mut self, region: &Region, spans: &[Candidate], marked: Pages) {
+        let Self { headroom, families } = self;
+        let family = region.relatives.and_then(|number| families.get_mut(&number));
+        let mut granted = region.mergeable();
+        if let Some(family) = family {
+            if region.fork == Fork::First {
+                family.mark(spans);
+                family.grant(headroom);
+            } else if let Some(relative) = family.relatives.iter_mut().find(|relative| relative.is(region)) {
+                granted = granted.max(relative.granted);
+                relative.granted = granted.max(marked);
+            }
+        }
+        headroom.take(region.view.owner, marked.saturating_sub(granted));
+    }
+
+    fn family(&self, region: &Region) -> Option<&Family> {
+        self.families.get(&region.relatives?)
+    }
+}
+
+impl Relative {
+    fn is(&self, region: &Region) -> bool {
+        self.key == region.view.key && self.pages.start == region.view.first
+    }
+
+    /// Whether a region lies at some of its addresses.
+    fn shares(&self, region: &Region) -> bool {
+        self.pages.start < region.end() && region.view.first < self.pages.end
+    }
+}
+
+impl Family {
+    fn mark(&mut self, spans: &[Candidate]) {
+        for span in spans {
+            self.spans.retain(|mark| !covers(span, mark));
+            self.spans.push(*span);
         }
     }
 
-    fn grant(&mut self, number: u32, pages: Pages) {
-        for relative in self.families.get_mut(&number).into_iter().flatten() {
-            let pages = pages.min(relative.resident);
-            self.headroom.take(relative.owner, pages.saturating_sub(relative.granted));
-            relative.granted = relative.granted.max(pages);
+    /// Uses up headroom in the relatives for as much as is marked in the first.
+    fn grant(&mut self, headroom: &mut Headroom) {
+        for relative in &mut self.relatives {
+            let mut shared = Pages(0);
+            for span in &self.spans {
+                let first = span.first.max(relative.pages.start);
+                let end = relative.pages.end.min(span.first + span.pages.0);
+                shared += Pages(end.0.saturating_sub(first.0));
+            }
+            let wanted = shared.min(relative.resident);
+            headroom.take(relative.owner, wanted.saturating_sub(relative.granted));
+            relative.granted = relative.granted.max(wanted);
         }
     }
 }

@@ -190,22 +190,33 @@ fn counts_of(extents: &Extents, run: Range<u64>) -> Counts {
 /// Without headroom for all of a span, we cut it at a multiple of this many pages.
 pub const CUT_PAGES: Pages = Pages(64);
 
-/// The beginning of a span: as much as fits into `most` pages. We assume that an extent's duplicates are spread evenly.
-/// `None` if nothing fits.
+/// The beginning of a span: as much as fits into `most` pages. `None` if nothing fits.
 pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Candidate> {
     if span.pages <= most {
         return Some(*span);
     }
     let end = Vpn((span.first.0 + most.0) / CUT_PAGES.0 * CUT_PAGES.0);
-    if end <= span.first {
+    part(extents, span, span.first..end)
+}
+
+/// The part of a span within `bounds`. We assume that an extent's duplicates are spread evenly. `None` if nothing of it
+/// is within them.
+pub fn part(extents: &Extents, span: &Candidate, bounds: Range<Vpn>) -> Option<Candidate> {
+    let span_end = span.first + span.pages.0;
+    let first = span.first.max(bounds.start);
+    let end = span_end.min(bounds.end);
+    if end <= first {
         return None;
     }
-    let mut counts = counts_of(extents, span.first.extent()..end.extent());
-    let cut = extents.get(&end.extent()).map(Extent::counts).unwrap_or_default();
-    let part = end.0 % EXTENT_PAGES;
-    counts.resident += Pages(cut.resident.0 * part / EXTENT_PAGES);
-    counts.duplicate += Pages(cut.duplicate.0 * part / EXTENT_PAGES);
-    Some(Candidate::new(span.first, end, counts))
+    let mut counts = Counts::default();
+    for (number, extent) in extents.range(first.extent()..end.0.div_ceil(EXTENT_PAGES)) {
+        let low = number * EXTENT_PAGES;
+        let pages_of = |first: Vpn, end: Vpn| end.0.min(low + EXTENT_PAGES) - first.0.max(low);
+        let (pages, all) = (pages_of(first, end), pages_of(span.first, span_end));
+        counts.resident += Pages(u64::from(extent.resident) * pages / all);
+        counts.duplicate += Pages(u64::from(extent.duplicate) * pages / all);
+    }
+    Some(Candidate::new(first, end, counts))
 }
 
 /// The parts of a span before `from`, and at `to` and above. Both are bounds of extents. Without extents, we assume
@@ -262,9 +273,9 @@ mod tests {
         let ends =
             |most| beginning(&all, &span, Pages(most)).map(|part| (part.pages.0, part.resident.0, part.duplicate.0));
         assert_eq!(ends(27), None);
-        assert_eq!(ends(411), Some((348, 448, 262)));
+        assert_eq!(ends(411), Some((348, 432, 253)));
         assert_eq!(ends(412), Some((412, 512, 300)));
-        assert_eq!(ends(1_500), Some((1_500, 1_600, 772)));
+        assert_eq!(ends(1_500), Some((1_500, 1_606, 778)));
         assert_eq!(ends(1_900), Some((1_900, 2_048, 1_210)));
     }
 

@@ -576,23 +576,25 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, budget: &mut Budget, con
     }
     let wanted = marked + spans.iter().map(|span| span.pages).sum();
     let wanted = wanted.min(region.resident());
-    let Some((limit, most)) = budget.most(region, wanted) else { return };
+    let Some((limit, most)) = budget.most(region) else { return };
     if wanted <= most {
-        budget.take(region, wanted);
+        budget.take(region, spans, wanted);
         return;
     }
     region.hold.full = Some(limit);
     if region.view.pages < SPLIT_FROM {
         spans.clear();
     }
-    for span in std::mem::take(spans) {
+    let parts: Vec<Candidate> = spans.iter().flat_map(|span| budget.parts(region, span)).collect();
+    spans.clear();
+    for span in parts {
         let Some(part) = beginning(&region.extents, &span, most.saturating_sub(marked)) else { continue };
         if part.duplicate >= config.span_pages_min {
             marked += part.pages;
             spans.push(part);
         }
     }
-    budget.take(region, marked);
+    budget.take(region, spans, marked);
 }
 
 fn span_of(region: &Region, mark: &Candidate) -> Span {
