@@ -222,6 +222,11 @@ impl Region {
         Pages(whole(marked.duplicate.0 as f64 * visited as f64 / marked.resident.0.max(1) as f64))
     }
 
+    /// Whether samples show that ksmd has left most of the duplicates in its marked memory unmerged.
+    pub fn are_duplicates_unmerged(&self) -> bool {
+        2.0 * self.marks.samples.unmerged_share() > self.marks.counts().ratio()
+    }
+
     /// Whether we may request merges of its pages: it was worth reading whole, and we don't leave it alone.
     pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
         !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
@@ -331,7 +336,6 @@ impl Region {
         }
         self.survey.end_examination();
         self.marks.samples = MarkedSamples::default();
-        self.marks.lost_copies = false;
         self.usage.activity_known = true;
         self.usage.readings_due = self.usage.readings_due.saturating_sub(1);
     }

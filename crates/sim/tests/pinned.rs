@@ -9,7 +9,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Host;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
-use pagefold_sim::{Fill, Mapping, Process, SimHost};
+use pagefold_sim::{Fill, Mapping, Process, SimHost, content_of_series};
 use std::ops::Range;
 
 const EACH: Pages = Pages(32 * MIB);
@@ -103,6 +103,72 @@ fn memory_whose_copy_is_new_is_not_taken_for_pinned() {
         }
         assert!(sim.saved().0 >= EACH.0 * 98 / 100, "{:?}", sim.saved());
     }
+}
+
+/// Asserts that no process is taken for pinned within these seconds.
+#[track_caller]
+fn assert_none_pinned(sim: &mut Machine, seconds: u64) {
+    for second in 0..seconds {
+        sim.run(1);
+        for region in sim.engine.regions() {
+            assert_ne!(region.decision.reason, Reason::Unmerged, "{:?} after {second} s", region.view.owner);
+        }
+    }
+}
+
+fn process(mib: u64) -> Process {
+    Process::starting_at(0).mapping(Mapping::new(Pages(mib * MIB), Fill::Series(1)))
+}
+
+/// The index still knows the contents when the server starts again.
+#[test]
+fn a_server_that_was_restarted_is_not_taken_for_pinned() {
+    for gap in [0, 3, 25] {
+        let mut sim = Machine::new(host());
+        let server = sim.add(process(8));
+        sim.run(35);
+        sim.exit(server);
+        sim.run(gap);
+        sim.add(process(8));
+        assert_none_pinned(&mut sim, 60);
+    }
+}
+
+/// Its only copy lies in a large mapping, too few pages to mark that.
+#[test]
+fn memory_whose_copy_is_not_worth_marking_is_not_taken_for_pinned() {
+    let mut sim = Machine::new(host());
+    sim.add(process(2));
+    sim.add(process(64));
+    assert_none_pinned(&mut sim, 60);
+}
+
+/// A quarter of the newcomer is a copy, which pays a little later, and the newcomer forks before.
+#[test]
+fn memory_whose_copy_pays_later_is_not_taken_for_pinned() {
+    let mut sim = Machine::new(host());
+    sim.add(process(2));
+    sim.run(24);
+    let newcomer = sim.add(process(8));
+    sim.run(4);
+    sim.fork(newcomer);
+    assert_none_pinned(&mut sim, 60);
+    assert!(sim.saved().0 >= 2 * 2 * MIB * 98 / 100, "{:?}", sim.saved());
+}
+
+/// We don't mark the one that was rewritten at once: first we see if it goes on changing.
+#[test]
+fn the_model_of_memory_that_was_just_rewritten_is_not_taken_for_pinned() {
+    let mut sim = Machine::new(host());
+    let rewritten = sim.add(process(2));
+    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(2 * MIB), Fill::Series(2))));
+    sim.run(60);
+    sim.change_pages(rewritten, 0..2 * MIB, |host, region, page| {
+        let number = page.0 - host.span_of(region).unwrap().first.0;
+        host.write(region, page, content_of_series(2, number));
+    });
+    assert_none_pinned(&mut sim, 120);
+    assert!(sim.saved().0 >= 2 * MIB * 98 / 100, "{:?}", sim.saved());
 }
 
 /// Takes these pages of both processes out of memory.

@@ -31,12 +31,10 @@ impl Engine {
         }
         read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
         let mut ended_keys = FxHashSet::default();
-        let mut ended_families = FxHashSet::default();
         let mut gone: FxHashSet<OwnerKey> = FxHashSet::default();
         for region in ended {
             ended_keys.insert(region.view.key);
             gone.insert(region.view.owner);
-            ended_families.insert(region.view.family);
             if region.age.appeared() {
                 self.experience.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
@@ -44,8 +42,7 @@ impl Engine {
                 self.ksmd.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
             }
         }
-        for region in self.table.iter_mut() {
-            region.marks.lost_copies |= ended_families.contains(&region.view.family);
+        for region in self.table.iter() {
             gone.remove(&region.view.owner);
         }
         self.saving.forget(&gone);

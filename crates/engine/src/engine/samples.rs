@@ -157,6 +157,9 @@ impl Engine {
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);
+            if duplicate && by_marks {
+                self.note_unmerged(slot, sample);
+            }
         } else {
             let tally = &mut region.survey.tally;
             tally.sampled += 1;

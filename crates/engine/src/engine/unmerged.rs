@@ -5,17 +5,20 @@
 //! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
 //! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. So we expect nothing of
-//! pages that ksmd hasn't visited twice since they came, and judge no region whose copies have ended.
+//! pages that ksmd hasn't visited twice since they came. And the copies may have ended, may have been rewritten, or we
+//! don't mark them: they're too young, too few in their region, or a limit has no headroom. So we judge no region before
+//! samples have found its pages unmerged along with copies in other marked memory. They may have been written since
+//! ksmd's last scan, so ksmd visits them twice more before we believe it.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
 //! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
 //! more scans.
 
 use super::Engine;
-use crate::host::{Counted, MergedSample};
+use crate::hash::Digest;
+use crate::host::{Counted, MergedSample, PageSample};
 use crate::keys::{OwnerKey, RegionKey};
-use crate::region::Region;
-use crate::sampling::ladder::matures_ns;
+use crate::region::{LeaveAlone, Region};
 use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -24,45 +27,45 @@ use rustc_hash::FxHashMap;
 const RESTED_NS: u64 = 1_000_000_000;
 /// We only judge a region if a count looks up at least this many of its duplicates.
 const EXPECTED_MIN: u64 = 256;
+/// We only judge a region once samples have found this many of its pages unmerged although ksmd could merge them.
+const MERGEABLE_MIN: u64 = 16;
 /// A region counts as merging if at least one in this many of its duplicates has merged.
 const MERGED_PART: u64 = 8;
 /// We unmark one in this many of the processes at once.
 const AT_ONCE: usize = 4;
 
 impl Engine {
-    /// Whether we may still mark more. If so, marked memory may be unmerged just because its copies aren't marked yet.
-    fn has_copies_to_mark(&self) -> bool {
-        if self.plan.reading.foreground || self.ksmd.marker.has_waiting() {
-            return true;
+    /// Notes that ksmd hasn't merged a duplicate in marked memory, if it should have: the other page lies in marked memory,
+    /// too, and most duplicates there aren't merged either. So both are still as we know them.
+    pub(super) fn note_unmerged(&mut self, slot: u32, sample: &PageSample) {
+        if sample.digest == Digest::ZERO {
+            if let Some(region) = self.table.get_mut(slot) {
+                region.marks.samples.mergeable += 1;
+            }
+            return;
         }
-        for region in self.table.iter() {
-            let is_busy = region.hold.retry_ns > self.snapshot.now_ns;
-            let may_be_marked = region.life.is_worth_marking() || is_busy;
-            if region.hold.full.is_some() || may_be_marked && !(is_busy && region.hold.lacks_mappings) {
-                return true;
+        let Some(region) = self.table.get(slot) else { return };
+        let digest = sample.digest.in_domain(region.view.domain);
+        let Some(copy) = self.contents.index.page_of(digest).filter(|copy| copy.slot != slot) else { return };
+        let Some(other) = self.table.get(copy.slot) else { return };
+        let page = other.page_at(copy.offset);
+        let is_marked = other.is_marked(page) && other.are_duplicates_unmerged();
+        let is_unmerged = is_marked || other.hold.reason() == Some(LeaveAlone::Unmerged);
+        if !is_unmerged || region.is_same_frame(sample.page, other, page) {
+            return;
+        }
+        for slot in [slot, copy.slot] {
+            if let Some(region) = self.table.get_mut(slot) {
+                region.marks.samples.mergeable += 1;
             }
         }
-        false
-    }
-
-    /// When the oldest region appeared that we sample but don't mark yet because it's too young, nanoseconds. It may hold
-    /// the copies of what we have marked since.
-    fn first_newcomer_ns(&self) -> u64 {
-        let mut first_ns = u64::MAX;
-        for region in self.table.iter() {
-            let is_new = matures_ns(region, self.pace(), &self.config) > self.snapshot.now_ns;
-            if is_new && region.survey.tally.duplicates() > 0 {
-                first_ns = first_ns.min(region.seen_ns);
-            }
-        }
-        first_ns
     }
 
     /// Unmarks regions where a count finds almost nothing merged, although ksmd has visited all marks twice.
     pub(super) fn find_unmerged(&mut self, merged: &[MergedSample], counted: Option<&Counted>) {
         let now_ns = self.snapshot.now_ns;
         let has_rested = self.ksmd.scheduler.idle_ns(now_ns) >= RESTED_NS && self.scans() > 0;
-        if !has_rested || !self.carrier().by_marks || self.has_copies_to_mark() {
+        if !has_rested || !self.carrier().by_marks {
             return;
         }
         let Some(counted) = counted else { return };
@@ -78,10 +81,9 @@ impl Engine {
         for region in split_zeros(&self.table, counted) {
             *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
         }
-        let newcomer_ns = self.first_newcomer_ns();
         let mut unmerged: Vec<OwnerKey> = Vec::new();
         for region in self.table.iter_mut() {
-            if region.marks.merges || !is_judged(region, one_in, newcomer_ns) {
+            if region.marks.merges || !is_counted(region, one_in) {
                 continue;
             }
             let expected = region.merged_by_ksmd();
@@ -91,13 +93,20 @@ impl Engine {
             region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;
             if region.marks.merges {
                 region.hold.unmerged = 0;
+            } else if !is_mergeable(region) {
+                continue;
+            } else if !std::mem::replace(&mut region.marks.visited_again, true) {
+                self.ksmd.scheduler.request_thorough(region.marked_resident());
             } else if !unmerged.contains(&region.view.owner) {
                 unmerged.push(region.view.owner);
             }
         }
+        if self.ksmd.scheduler.is_busy() {
+            return;
+        }
         let first = &unmerged[..unmerged.len().div_ceil(AT_ONCE)];
         for region in self.table.iter_mut() {
-            if region.marks.merges || !is_judged(region, one_in, newcomer_ns) {
+            if region.marks.merges || !is_counted(region, one_in) || !is_mergeable(region) {
                 continue;
             }
             if first.contains(&region.view.owner) {
@@ -111,9 +120,12 @@ impl Engine {
     }
 }
 
-/// Whether we can judge a region: a count that looks up one page in `one_in` includes enough of its duplicates, and their
-/// copies are still there, none of them in a newcomer that we don't mark yet.
-fn is_judged(region: &Region, one_in: u64, newcomer_ns: u64) -> bool {
-    let Some(judgement) = region.life.judgement() else { return false };
-    judgement.at_ns < newcomer_ns && !region.marks.lost_copies && region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
+/// Whether a count that looks up one page in `one_in` includes enough of a region's duplicates.
+fn is_counted(region: &Region, one_in: u64) -> bool {
+    region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
+}
+
+/// Whether samples since ksmd's last scan show that it could have merged a region's pages.
+fn is_mergeable(region: &Region) -> bool {
+    region.marks.samples.mergeable >= MERGEABLE_MIN
 }

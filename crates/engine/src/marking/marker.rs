@@ -360,6 +360,7 @@ impl Marker {
         for mark in std::mem::take(&mut region.marks.spans) {
             self.unmarking.queue(span_of(region, &mark), Why::Unmerged);
         }
+        region.marks.visited_again = false;
         let pause_ns = region.hold.next_unmerged_ns();
         region.leave_until(now_ns + pause_ns, LeaveAlone::Unmerged);
     }

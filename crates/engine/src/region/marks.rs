@@ -17,9 +17,8 @@ pub struct Marks {
     pub scanned_whole: bool,
     /// Whether a count has found pages of the spans merged.
     pub merges: bool,
-    /// Whether another region of its family has ended since we last read the region whole. Probably it held copies of
-    /// the duplicates.
-    pub lost_copies: bool,
+    /// Whether we had ksmd visit the spans again because it had merged almost nothing there.
+    pub visited_again: bool,
     /// How many pages were resident when ksmd last began to visit all of them twice, less those that have left memory
     /// since: they're new to ksmd if they come back. Pages merge at the second visit.
     pub visited: Pages,
@@ -72,6 +71,8 @@ pub struct MarkedSamples {
     pub sampled: u64,
     /// Pages that aren't merged although we know they're duplicates.
     pub unmerged: u64,
+    /// Sampled pages that ksmd could have merged: pages of zeros, and pages with an unmerged copy in marked memory.
+    pub mergeable: u64,
     /// The share of unmerged duplicates right after ksmd's visit: their copies have changed, or aren't marked.
     residual: Option<f64>,
 }
@@ -83,6 +84,14 @@ impl MarkedSamples {
         *self = Self { residual, ..Self::default() };
     }
 
+    /// The share of sampled pages that are unmerged duplicates, 0 to 1.
+    pub fn unmerged_share(&self) -> f64 {
+        if self.sampled == 0 {
+            return self.residual.unwrap_or(0.0);
+        }
+        self.unmerged as f64 / self.sampled as f64
+    }
+
     /// The share of pages that became worth merging since ksmd last visited, 0 to 1: a careful estimate.
     pub fn worth(&mut self) -> f64 {
         if self.sampled < SAMPLES_MIN {
@@ -90,7 +99,7 @@ impl MarkedSamples {
         }
         let share = self.unmerged as f64 / self.sampled as f64;
         let Some(residual) = self.residual else {
-            *self = Self { residual: Some(share), ..Self::default() };
+            *self = Self { residual: Some(share), mergeable: self.mergeable, ..Self::default() };
             return 0.0;
         };
         let uncertainty = 2.0 * (share.max(0.01) / self.sampled as f64).sqrt();
