@@ -66,6 +66,41 @@ fn a_newcomer_is_merged_in_a_few_cycles() {
     }
 }
 
+/// The first clones are as young as the run: they don't tell us yet how long their family lives.
+#[test]
+fn a_newcomer_soon_after_the_start_is_merged_in_a_few_cycles() {
+    let mut sim = Machine::new(requested());
+    clone(&mut sim);
+    clone(&mut sim);
+    cycles_until(&mut sim, EACH * 9 / 10);
+    for others in 2..5 {
+        let newcomer = clone(&mut sim);
+        let began_ns = sim.now_ns();
+        cycles_until(&mut sim, (others - 1) * EACH + EACH * 9 / 10);
+        assert!(sim.now_ns() - began_ns < SECOND / 5, "{} ms", (sim.now_ns() - began_ns) / 1_000_000);
+        assert!(read(&sim, newcomer) <= EACH / 50, "{} pages read", read(&sim, newcomer));
+    }
+}
+
+/// We take the first newcomers for long-lived. When they end, we learn better.
+#[test]
+fn clones_that_soon_end_are_merged_by_position_once() {
+    let mut sim = Machine::new(requested());
+    clone(&mut sim);
+    clone(&mut sim);
+    cycles_until(&mut sim, EACH * 9 / 10);
+    let mut named = Vec::new();
+    for _ in 0..4 {
+        let before = sim.log.asked_since(0).count();
+        let newcomer = clone(&mut sim);
+        sim.run(1);
+        sim.exit(newcomer);
+        sim.run(1);
+        named.push(sim.log.asked_since(0).count() - before);
+    }
+    assert!(named[0] > 0 && named[1..].iter().all(|&ranges| ranges == 0), "{named:?}");
+}
+
 #[test]
 fn guests_larger_than_a_block_are_merged_by_position() {
     const GUEST: u64 = 1_300 * MIB;

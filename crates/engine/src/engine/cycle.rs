@@ -120,6 +120,7 @@ impl Engine {
         }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
+        self.welcome_clones();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         // Newcomers may just have become old enough to be read, so we only judge what hasn't merged now.
         if self.plan.has_counted {

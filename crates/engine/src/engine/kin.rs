@@ -16,9 +16,9 @@ use super::Engine;
 use crate::config::Only;
 use crate::host::{MergeResult, Merging, PageSample};
 use crate::keys::{FamilyKey, RegionKey};
-use crate::region::Region;
+use crate::region::{Age, Region};
 use crate::requests::IndexedPage;
-use crate::sampling::ladder::CYCLE_PAGES;
+use crate::sampling::ladder::{CYCLE_PAGES, LONG_LIVED};
 use crate::units::Vpn;
 use rustc_hash::FxHashMap;
 
@@ -92,6 +92,27 @@ impl Engine {
         is_kin.then_some(other.view.key)
     }
 
+    /// Takes newcomers that agree with kin for clones, which live as long as others of their family. While the family is
+    /// as young as the run, nothing else tells us. If they don't live long, their ends will.
+    pub(super) fn welcome_clones(&mut self) {
+        let mut clones = Vec::new();
+        for (slot, region) in self.table.numbered() {
+            if region.age != Age::New || !region.life.is_surveyed() {
+                continue;
+            }
+            let Some(kin) = region.survey.kin.found() else { continue };
+            let kin = self.page_of_kin(region, kin, region.view.first);
+            if kin.is_some_and(|(slot, _)| self.table.get(slot).is_some_and(|kin| !kin.life.is_surveyed())) {
+                clones.push(slot);
+            }
+        }
+        for slot in clones {
+            if let Some(region) = self.table.get_mut(slot) {
+                region.age = LONG_LIVED;
+            }
+        }
+    }
+
     /// Names the next pages of regions that have kin, within what the cycle may cost.
     pub(super) fn name_kin(&mut self) {
         let room = (self.spending.room_ns(self.pace()) / self.ladder.sample_ns()).min(CYCLE_PAGES);
@@ -126,15 +147,11 @@ impl Engine {
 
     /// The next pages of a region to name, in one block of kin's. `None`: there are none.
     fn next_run(&self, region: &Region) -> Option<KinRun> {
-        let pass = region.kin?;
         let take = region.next_for_kin()?;
-        let (first, pages) = self.table.mapping(region.view.key)?;
-        let (kin_first, kin_pages) = self.table.mapping(pass.kin)?;
-        let keep = kin_first + take.0.saturating_sub(first.0);
-        let slot = self.table.find(pass.kin, keep)?;
+        let (slot, keep) = self.page_of_kin(region, region.kin?.kin, take)?;
         let other = self.table.get(slot)?;
         let most = (region.end().0 - take.0).min(other.end().0.saturating_sub(keep.0));
-        if pages != kin_pages || most == 0 || !self.may_be_merged(region, other) {
+        if most == 0 || !self.may_be_merged(region, other) {
             return None;
         }
         let must_wait = match other.life.judgement() {
@@ -144,6 +161,15 @@ impl Engine {
             None => true,
         };
         Some(KinRun { take, slot, keep, pages: if must_wait { 0 } else { most } })
+    }
+
+    /// Kin's page at the same offset, and the slot of its region.
+    fn page_of_kin(&self, region: &Region, kin: RegionKey, page: Vpn) -> Option<(u32, Vpn)> {
+        let (first, pages) = self.table.mapping(region.view.key)?;
+        let (kin_first, kin_pages) = self.table.mapping(kin)?;
+        let at = kin_first + page.0.saturating_sub(first.0);
+        let slot = self.table.find(kin, at)?;
+        (pages == kin_pages).then_some((slot, at))
     }
 
     /// Whether a region may be merged with its kin unread. Relatives by fork share frames already, and where something

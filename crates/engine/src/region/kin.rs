@@ -3,7 +3,7 @@
 use crate::keys::RegionKey;
 use crate::units::{Permyriad, Vpn};
 
-/// A newcomer of a family whose members live long gets at most this many samples before we decide about kin.
+/// A newcomer gets at most this many samples before we decide about kin.
 pub const EARLY_SAMPLES: u64 = 128;
 /// Kin must agree in at least this many samples.
 const AGREEING_MIN: u64 = 16;

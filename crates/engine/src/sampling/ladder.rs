@@ -53,7 +53,7 @@ const SAMPLES_MIN: u64 = 200;
 /// level's share.
 const BOTTOM_MIN: u64 = 64;
 /// The age of newcomers of a family whose members live long.
-const LONG_LIVED: Age = Age::Grown { worth_from_ns: 0 };
+pub const LONG_LIVED: Age = Age::Grown { worth_from_ns: 0 };
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
 
@@ -409,7 +409,7 @@ fn sample(
         if !wants_samples(region, evidence, config) {
             continue;
         }
-        let is_early = region.age == LONG_LIVED && region.survey.visited() == 0;
+        let is_early = matches!(region.age, Age::New | LONG_LIVED) && region.survey.visited() == 0;
         let most = if is_early && !config.mechanism.carrier().by_marks { EARLY_SAMPLES } else { u64::MAX };
         let target = wanted(region, evidence, config).min(most);
         // If little of a region is resident, most pages we visit are absent, and cost little. So we visit more.
