@@ -235,10 +235,8 @@ impl Region {
     /// Starts to read the region whole, on the top level. If nothing was merged before, we merge it with its kin first.
     pub fn examine(&mut self, top: usize) {
         let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
-        self.kin = match self.survey.kin.found() {
-            Some(kin) if is_fresh => Some(KinPass { kin, next: Some(self.view.first) }),
-            _ => None,
-        };
+        let found = self.survey.kin.found().filter(|_| is_fresh);
+        self.kin = found.map(|kin| KinPass::new(kin, self.view.first));
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
@@ -251,12 +249,9 @@ impl Region {
         is_kin && (other.seen_ns, other.view.key) < (self.seen_ns, self.view.key)
     }
 
-    /// The next page to name by position. Until there's none left, we read none.
+    /// The next page to name by position, at the region's end if we wait for more.
     pub fn next_for_kin(&self) -> Option<Vpn> {
-        match self.kin?.next {
-            Some(next) if self.life.is_reading() && next < self.end() => Some(next),
-            _ => None,
-        }
+        self.kin.as_ref()?.next.filter(|_| self.life.is_reading())
     }
 
     /// Names no more pages by position.

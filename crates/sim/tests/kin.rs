@@ -101,6 +101,44 @@ fn clones_that_soon_end_are_merged_by_position_once() {
     assert!(named[0] > 0 && named[1..].iter().all(|&ranges| ranges == 0), "{named:?}");
 }
 
+/// A clone doesn't have its memory at once: its program reads or computes it, here in a second. An eighth of it differs.
+#[test]
+fn a_newcomer_that_fills_its_memory_is_merged_soon_after() {
+    const PIECE: u64 = EACH / 64;
+    let knobs = Knobs { resident_age_ns: SECOND / 4, ..Knobs::requested() };
+    let mut sim = Machine::new(SimHost::new(7, Costs::default(), knobs));
+    let template = clone(&mut sim);
+    clone(&mut sim);
+    sim.run(20);
+    let template = sim.regions_of(template)[0];
+    let first = sim.span_of(template).unwrap().first;
+    for others in 2..5 {
+        let mapping = Mapping::new(Pages(EACH), Fill::Series(1)).of_family(1).resident(Permyriad(0));
+        let began_ns = sim.now_ns();
+        let newcomer = sim.add(Process::starting_at(began_ns).mapping(mapping));
+        let mut filled = 0;
+        while filled < EACH {
+            let end = EACH.min((sim.now_ns() - began_ns) * EACH / SECOND + PIECE);
+            sim.change_pages(newcomer, filled..end, |host, region, page| {
+                let at = page.0 - host.span_of(region).unwrap().first.0;
+                let (content, _) = host.page(template, first + at).unwrap();
+                host.write(region, page, if at % 8 == 0 { others << 40 | at } else { content });
+            });
+            filled = end;
+            let wait_ns = sim.cycle();
+            let Ok(()) = sim.host.wait(wait_ns.clamp(1_000_000, SECOND / 64));
+        }
+        let filled_ns = sim.now_ns();
+        cycles_until(&mut sim, EACH + (others - 1) * EACH * 7 / 8 - EACH / 100);
+        assert!(sim.now_ns() - filled_ns < SECOND / 2, "{} ms", (sim.now_ns() - filled_ns) / 1_000_000);
+        // Most of the pages that we looked at weren't there.
+        assert!(read(&sim, newcomer) <= EACH * 3 / 4, "{} pages read", read(&sim, newcomer));
+        sim.run(20);
+        let differing = sim.log.pages_that(Merging::Differs);
+        assert!(differing <= (others - 1) * EACH / 8, "{differing} pages differed, some more than once");
+    }
+}
+
 #[test]
 fn guests_larger_than_a_block_are_merged_by_position() {
     const GUEST: u64 = 1_300 * MIB;

@@ -9,6 +9,9 @@
 //! ([`MergeRange::needs_own`](crate::host::MergeRange::needs_own)): a process that we don't see may share some through
 //! fork. The kernel looks at those to keep ([`MergeRange::keep_mappers`](crate::host::MergeRange::keep_mappers)).
 //!
+//! A program fills its memory in its first moments, so once we're through and many pages of the newcomer weren't there,
+//! we name these again a little later, for as long as more of them appear. Only then we read what's left.
+//!
 //! A page that differs costs a comparison, so each family has credit: what merges earns a third of its pages, and what's
 //! named in vain is lost. At most a quarter of the named pages and the first credit are lost. Then the family rests.
 
@@ -28,6 +31,12 @@ const CREDIT_MOST: u64 = 65_536;
 const CREDIT_MIN: u64 = 64;
 /// For how many rounds we merge nothing by position then.
 const REST_ROUNDS: u64 = 64;
+/// After this time we name pages again that weren't there, nanoseconds, if they're more than this part of kin's pages...
+const AGAIN_NS: u64 = 250_000_000;
+const MISSING_PART: u64 = 64;
+/// ... and more than this part of them has appeared in the meantime: we follow a program that fills its memory within
+/// some seconds.
+const APPEARED_PART: u64 = 16;
 /// We remember at most this many families.
 const FAMILIES_MOST: usize = 4_096;
 
@@ -126,6 +135,8 @@ impl Engine {
                 self.table.get_mut(slot).into_iter().for_each(Region::end_kin);
                 continue;
             }
+            // Now we know what has become of the pages before.
+            self.end_pass(slot);
             loop {
                 let passed = self.name_next(slot, left, &mut record);
                 if passed == 0 {
@@ -148,7 +159,7 @@ impl Engine {
     /// The next pages of a region to name, in one block of kin's. `None`: there are none.
     fn next_run(&self, region: &Region) -> Option<KinRun> {
         let take = region.next_for_kin()?;
-        let (slot, keep) = self.page_of_kin(region, region.kin?.kin, take)?;
+        let (slot, keep) = self.page_of_kin(region, region.kin.as_ref()?.kin, take)?;
         let other = self.table.get(slot)?;
         let most = (region.end().0 - take.0).min(other.end().0.saturating_sub(keep.0));
         if most == 0 || !self.may_be_merged(region, other) {
@@ -172,6 +183,37 @@ impl Engine {
         (pages == kin_pages).then_some((slot, at))
     }
 
+    /// Decides what follows if we've named all pages of a region: nothing, or the missing ones later, or now.
+    fn end_pass(&mut self, slot: u32) {
+        let now_ns = self.snapshot.now_ns;
+        let Some(region) = self.table.get(slot) else { return };
+        if region.next_for_kin() != Some(region.end()) {
+            return;
+        }
+        let first = region.view.first;
+        let missing = self.missing(region);
+        let Some(region) = self.table.get_mut(slot) else { return };
+        let Some(pass) = &mut region.kin else { return };
+        match (pass.again_ns, missing) {
+            (Some(again_ns), _) if now_ns < again_ns => {}
+            (Some(_), _) => (pass.next, pass.again_ns) = (Some(first), None),
+            (None, Some(missing)) => (pass.again_ns, pass.missing) = (Some(now_ns + AGAIN_NS), missing),
+            (None, None) => region.end_kin(),
+        }
+    }
+
+    /// How many pages of a region aren't there yet, as far as kin tells, if more may well come.
+    fn missing(&self, region: &Region) -> Option<u64> {
+        let pass = region.kin.as_ref()?;
+        let (slot, _) = self.page_of_kin(region, pass.kin, region.view.first)?;
+        let kin = self.table.get(slot)?;
+        // Kin's zeros are merged with the zero page.
+        let present = kin.view.resident.0.saturating_sub(kin.usage.own.len().0);
+        let missing = present.saturating_sub(region.usage.merged.len().0 + pass.left_out.len().0);
+        let appeared = pass.missing.saturating_sub(missing);
+        (missing > present / MISSING_PART && appeared > missing / APPEARED_PART).then_some(missing)
+    }
+
     /// Whether a region may be merged with its kin unread. Relatives by fork share frames already, and where something
     /// was merged before, we don't know with whom. Below a cgroup's limit we need to know which page stays.
     fn may_be_merged(&self, region: &Region, kin: &Region) -> bool {
@@ -188,6 +230,9 @@ impl Engine {
     /// Names the next pages of a region, and passes at most this many. Returns how many it has passed.
     fn name_next(&mut self, slot: u32, most: u64, record: &mut KinRecord) -> u64 {
         let Some(region) = self.table.get(slot) else { return 0 };
+        if region.next_for_kin() == Some(region.end()) {
+            return 0;
+        }
         let Some(run) = self.next_run(region) else {
             self.table.get_mut(slot).into_iter().for_each(Region::end_kin);
             return 0;
@@ -196,12 +241,13 @@ impl Engine {
         let owner = region.view.owner;
         let now_ns = self.snapshot.now_ns;
         let pages = run.pages.min(most).min(record.credit).min(self.spending.allowance.pages_left(owner));
+        let is_left_out = |page| region.kin.as_ref().is_some_and(|pass| pass.left_out.contains(page));
         for number in 0..pages {
             let take = IndexedPage::new(region, slot, run.take + number);
             let keep = IndexedPage::new(other, run.slot, run.keep + number);
             let are_fit = region.is_fit_for_kin(take.page, now_ns) && other.is_fit_for_kin(keep.page, now_ns);
             let is_merged = region.usage.merged.contains(take.page) || self.requests.is_kept(take.location);
-            if are_fit && !is_merged {
+            if are_fit && !is_merged && !is_left_out(take.page) {
                 self.requests.add_by_position(take, keep);
                 record.credit -= 1;
             }
@@ -220,12 +266,16 @@ impl Engine {
             let run = result.range.take;
             let Some(region) = self.table.at_mut(run.region, run.first) else { continue };
             records.entry(region.view.family).or_default().record(result.merging, run.pages.into());
+            let pages = (0..run.pages).map(|number| run.first + u64::from(number));
             match result.merging {
-                Merging::Merged | Merging::Shared => {
-                    (0..run.pages).for_each(|number| region.count_merged(run.first + u64::from(number)));
-                }
+                Merging::Merged | Merging::Shared => pages.for_each(|page| region.count_merged(page)),
                 Merging::Untried | Merging::Unknown => region.end_kin(),
-                _ => {}
+                Merging::Absent => {}
+                Merging::Differs | Merging::Full | Merging::Busy | Merging::Ineligible => {
+                    if let Some(pass) = &mut region.kin {
+                        pages.for_each(|page| _ = pass.left_out.insert(page));
+                    }
+                }
             }
         }
         for record in records.values_mut() {

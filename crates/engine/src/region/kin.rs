@@ -1,5 +1,6 @@
 //! Kin: regions of one family whose equal pages lie at equal offsets, as in clones of one image.
 
+use super::PageSet;
 use crate::keys::RegionKey;
 use crate::units::{Permyriad, Vpn};
 
@@ -44,12 +45,24 @@ impl KinSamples {
 }
 
 /// A region that we read whole only where its pages aren't merged by position.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct KinPass {
     /// The mapping whose pages stay.
     pub kin: RegionKey,
     /// The next page to name. `None`: we've named all that we can.
     pub next: Option<Vpn>,
+    /// When we name those again that weren't there, nanoseconds. `None`: we're not through yet.
+    pub again_ns: Option<u64>,
+    /// How many weren't there when we last got through. At first, all.
+    pub missing: u64,
+    /// Pages that differed or couldn't be merged: we don't name them again.
+    pub left_out: PageSet,
+}
+
+impl KinPass {
+    pub fn new(kin: RegionKey, first: Vpn) -> Self {
+        Self { kin, next: Some(first), again_ns: None, missing: u64::MAX, left_out: PageSet::default() }
+    }
 }
 
 #[cfg(test)]
