@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 const PAGEFOLD: &str = "/bin/pagefold";
 const HOLDER: &str = "/bin/holder";
 const CONFIG: &str = "/bin/request.toml";
+const MODULE: &str = "/ksm_request.ko";
 /// Pages of each holder, how many of them have contents of their own, and how many are zeros.
 const PAGES: u64 = 2048;
 const OWN: u64 = 256;
@@ -28,6 +29,8 @@ const ZEROS: u64 = 128;
 const EQUAL: u64 = PAGES - OWN - ZEROS;
 /// Pages of each clone.
 const CLONE: u64 = 8192;
+/// We name pages again after 250 ms, and look every 50 ms whether they're merged.
+const SOON: Duration = Duration::from_millis(300);
 const LIMIT: Duration = Duration::from_secs(60);
 /// Pages of each holder when a million requests merge two domains with two holders each.
 const MANY: u64 = 1 << 19;
@@ -57,7 +60,7 @@ fn everything(checks: &mut Checks) {
 }
 
 fn load_module() {
-    let Ok(module) = File::open("/ksm_request.ko") else { return };
+    let Ok(module) = File::open(MODULE) else { return };
     // SAFETY: the descriptor is open, and the parameters are an empty string.
     let done = unsafe { libc::syscall(libc::SYS_finit_module, module.as_raw_fd(), c"".as_ptr(), 0) };
     assert_eq!(done, 0, "the module: {}", std::io::Error::last_os_error());
@@ -323,16 +326,20 @@ fn outsiders(checks: &mut Checks) {
     unmerge(&[&a, &b]);
 }
 
-/// Clones that start one after the other are merged with the first by position, and hardly read.
+/// Clones that start one after the other are merged with the first by position, and hardly read. A clone that starts
+/// during the run is merged soon after it has filled its memory. An emulated machine is slow, so the time that filling
+/// takes is the measure.
 fn clones(checks: &mut Checks) {
     let mut run = None;
     let mut clones = Vec::new();
     for number in 0..4 {
+        let began = Instant::now();
         let mut clone = Holder::start_as(Path::new(HOLDER), CLONE);
         clone.change(Change::Write { first: 0, pages: CLONE, content: 1, step: 1 });
         // These differ.
         clone.change(Change::Write { first: CLONE / 2, pages: OWN, content: (1 + number) << 32, step: 1 });
         clones.push(clone);
+        let filled = began.elapsed();
         if number == 1 {
             let command = ["run", "--json", "--mechanism", "request", "--governor", "full", "--exe", HOLDER];
             let mut pagefold = Command::new(PAGEFOLD);
@@ -344,7 +351,9 @@ fn clones(checks: &mut Checks) {
             let merged = wait_until(|| common(first, last, 0, CLONE) >= (CLONE - OWN) * 98 / 100);
             let took = began.elapsed();
             let seen = common(first, last, 0, CLONE);
-            checks.add(&format!("clone {number} is merged within {took:.1?}"), merged, seen);
+            let is_soon = number == 1 || took <= filled + SOON;
+            let what = format!("clone {number} is merged {took:.0?} after it was filled in {filled:.0?}");
+            checks.add(&what, merged && is_soon, seen);
         }
     }
     let (summary, said) = terminate(run.expect("a run"));
@@ -461,7 +470,8 @@ fn refusals(checks: &mut Checks) {
     let said = String::from_utf8_lossy(&run.stderr).into_owned();
     write_knob("run", "0");
     checks.add("run 2 is refused", run.status.code() == Some(7) && said.contains("run is 2"), said);
-    let doctor = Command::new(PAGEFOLD).arg("doctor").output().expect(PAGEFOLD);
+    let doctor = Command::new(PAGEFOLD).args(["doctor", "--verbose"]).output().expect(PAGEFOLD);
     let said = String::from_utf8_lossy(&doctor.stdout).into_owned();
-    checks.add("doctor says how pages are merged", said.contains("merging on request: by "), said);
+    let by = if Path::new(MODULE).exists() { "by the module ksm_request" } else { "by this kernel" };
+    checks.add("doctor says how pages are merged", said.contains(&format!("merging on request: {by}")), said);
 }
