@@ -11,7 +11,7 @@ use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 use proptest::prelude::Strategy;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::ops::{Deref, DerefMut, Range};
 
@@ -59,8 +59,12 @@ impl Machine {
     }
 
     /// Like [`Self::run`], but shows the host to `look` after each cycle.
-    pub fn run_and(&mut self, seconds: u64, mut look: impl FnMut(&SimHost)) {
-        let end_ns = self.host.now_ns() + seconds * SECOND;
+    pub fn run_and(&mut self, seconds: u64, look: impl FnMut(&SimHost)) {
+        self.run_until(self.host.now_ns() + seconds * SECOND, look);
+    }
+
+    /// Runs until a time, and shows the host to `look` after each cycle.
+    pub fn run_until(&mut self, end_ns: u64, mut look: impl FnMut(&SimHost)) {
         while self.host.now_ns() < end_ns {
             let wait_ns = self.cycle();
             let left_ns = end_ns.saturating_sub(self.host.now_ns());
@@ -189,6 +193,8 @@ pub struct Log {
     /// How many spans were marked or unmarked, and how many orders ksmd got.
     pub marks: u64,
     pub orders: u64,
+    /// How often the engine marked something in each mapping.
+    pub marked: BTreeMap<RegionKey, u64>,
     /// How many cache lines of a page the engine had hashed. A new entry whenever the number changed.
     pub lines: Vec<Option<u32>>,
     pub looks: u64,
@@ -255,6 +261,10 @@ impl Host for Recorder<'_> {
             log.moves.push((log.seen_ns, actions.moves.len() as u64));
         }
         log.marks += (actions.mark.len() + actions.unmark.len()) as u64;
+        let marked: BTreeSet<RegionKey> = actions.mark.iter().map(|change| change.span.region).collect();
+        for region in marked {
+            *log.marked.entry(region).or_default() += 1;
+        }
         log.orders += u64::from(actions.scan != ScanOrder::Keep);
         let outcome = self.host.apply(actions)?;
         log.merges.extend(outcome.merges.iter().map(|&result| (log.seen_ns, result)));
