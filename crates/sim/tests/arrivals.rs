@@ -252,11 +252,12 @@ impl Twins {
         frames - contents.len() as u64
     }
 
-    /// Whether ksmd may leave some relatives' pages unmerged. It doesn't compare a page with one that has the same frame.
-    /// If a child was forked after its parent was marked, it takes a third scan until the child's page is merged, too.
-    /// We don't order that one, so the old frame stays.
+    /// Whether we may leave some pages of relatives unmerged. ksmd doesn't compare a page with one that has the same
+    /// frame, so if a child was forked after its parent was marked, its pages are merged at the third scan, which we don't
+    /// order. On request, a program may fork while we merge its pages with each other.
     fn may_lag(&self) -> bool {
-        !self.history.on_request && self.history.programs.iter().any(|program| program.happens(&[Event::Fork]))
+        let lags = |program: &Program| program.memory == Memory::Same || !self.history.on_request;
+        self.history.programs.iter().any(|program| program.happens(&[Event::Fork]) && lags(program))
     }
 
     /// Whether we can tell which frames relatives would share if nothing were merged. `saving.rs` explains why we can't
