@@ -93,12 +93,12 @@ impl Engine {
             region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;
             if region.marks.merges {
                 region.hold.unmerged = 0;
-            } else if !is_mergeable(region) {
-                continue;
-            } else if !std::mem::replace(&mut region.marks.visited_again, true) {
-                self.ksmd.scheduler.request_thorough(region.marked_resident());
-            } else if !unmerged.contains(&region.view.owner) {
-                unmerged.push(region.view.owner);
+            } else if is_mergeable(region) {
+                if !std::mem::replace(&mut region.marks.visited_again, true) {
+                    self.ksmd.scheduler.request_thorough(region.marked_resident());
+                } else if !unmerged.contains(&region.view.owner) {
+                    unmerged.push(region.view.owner);
+                }
             }
         }
         if self.ksmd.scheduler.is_busy() {
