@@ -114,6 +114,11 @@ impl ScanScheduler {
         }
     }
 
+    /// Adds a scan to the ones just requested.
+    pub fn request_another(&mut self) {
+        self.due += 1;
+    }
+
     /// Requests two scans that visit every page: `resident` pages that ksmd has visited often have become worth
     /// merging. After four visits without a merge, `smart_scan` skips a page in up to eight scans, even if its content
     /// has changed (`should_skip_rmap_item`, mm/ksm.c, Linux 6.12).

@@ -252,12 +252,10 @@ impl Twins {
         frames - contents.len() as u64
     }
 
-    /// Whether we may leave some pages of relatives unmerged. ksmd doesn't compare a page with one that has the same
-    /// frame, so if a child was forked after its parent was marked, its pages are merged at the third scan, which we don't
-    /// order. On request, a program may fork while we merge its pages with each other.
+    /// Whether we may leave some pages unmerged: on request, a program may fork while we merge its pages with each other.
     fn may_lag(&self) -> bool {
-        let lags = |program: &Program| program.memory == Memory::Same || !self.history.on_request;
-        self.history.programs.iter().any(|program| program.happens(&[Event::Fork]) && lags(program))
+        let lags = |program: &Program| program.memory == Memory::Same && program.happens(&[Event::Fork]);
+        self.history.on_request && self.history.programs.iter().any(lags)
     }
 
     /// Whether we can tell which frames relatives would share if nothing were merged. `saving.rs` explains why we can't

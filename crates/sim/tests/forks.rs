@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{MIB, Machine, config, host, requested};
+use common::{MIB, Machine, SECOND, config, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::engine::Engine;
@@ -402,4 +402,24 @@ fn a_family_with_a_member_that_refuses_is_left_alone() {
     families.sim.set_untouchable(families.workers[5], true);
     families.run(60);
     assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
+}
+
+/// The parent is marked before the newcomer is old enough, and the child inherits its marks. At the second scan after the
+/// newcomer was marked, ksmd merges the parent's page with the newcomer's, and the child's page stays alone.
+#[test]
+fn with_ksmd_a_child_that_was_forked_from_marked_memory_is_merged_too() {
+    let mut sim = Machine::new(host());
+    let mapping = || Mapping::new(Pages(PAGES), Fill::Series(1));
+    let parent = sim.add(Process::starting_at(SECOND).mapping(mapping()));
+    sim.run(9);
+    sim.add(Process::starting_at(0).mapping(mapping()));
+    while sim.log.marks == 0 {
+        sim.run(1);
+    }
+    sim.run(1);
+    assert_eq!(sim.saved(), Pages(0));
+    sim.fork(parent);
+    sim.run(60);
+    let frames = sim.truth().frames;
+    assert!(frames <= PAGES + PAGES / 50, "{frames} frames");
 }

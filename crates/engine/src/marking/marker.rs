@@ -16,7 +16,7 @@ use crate::marking::unmarking::{MAPPINGS_AGAIN_NS, Unmarking, Waiting};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
-use crate::region::{Event, LeaveAlone, Region, covers};
+use crate::region::{Event, Fork, LeaveAlone, Region, covers};
 use crate::reserve::Step;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::cmp::Reverse;
@@ -453,6 +453,7 @@ impl Marker {
         outcome: &Outcome,
         scheduler: &mut ScanScheduler,
     ) {
+        let mut is_marked = false;
         for ChangeResult { change: Change { span, .. }, marking } in &outcome.marked {
             let Some(region) = table.at_mut(span.region, span.first) else { continue };
             if !region.marks.has(span.first, span.pages) {
@@ -460,6 +461,7 @@ impl Marker {
             }
             match marking {
                 Marking::Done(_) => {
+                    is_marked = true;
                     region.hold.pause_ns = 0;
                     let wave = self.added.get(&(span.region, span.first)).copied().unwrap_or_default();
                     scheduler.request(wave.added.max(Pages(1)));
@@ -479,6 +481,12 @@ impl Marker {
                     region.hold.refuse();
                 }
             }
+        }
+        let mut marked = table.iter().filter(|region| region.marked_resident() > Pages(0));
+        if is_marked && marked.any(|region| region.fork != Fork::Alone) {
+            // ksmd compares no page with one that has the same frame. So in the second scan, only one of the relatives that
+            // share a frame through fork may find its copy.
+            scheduler.request_another();
         }
     }
 }
