@@ -105,7 +105,7 @@ fn events(random: &mut Random, may_rewrite: bool) -> Vec<(u64, Event)> {
     let mut events = vec![(start, Event::Start)];
     if random.below(4) == 0 {
         // A template forks soon after its start.
-        for _ in 0..1 + random.below(4) {
+        for _ in 0..=random.below(4) {
             events.push((start + random.below(5_000), Event::Fork));
         }
     } else if random.below(6) == 0 {
