@@ -77,6 +77,12 @@ impl Pair {
         }
     }
 
+    /// Keeps another page, which nothing is merged with yet.
+    pub fn keep_instead(&mut self, keep: IndexedPage) {
+        self.keep = Some(keep);
+        self.needs_merged = false;
+    }
+
     /// Whether one range may hold both pairs: they're of the same regions, and named for the same reason.
     fn is_alike(&self, other: &Self) -> bool {
         let slot = |page: IndexedPage| page.location.slot;
@@ -158,7 +164,8 @@ impl Requests {
 
     /// Names a pair, together with these pages of relatives. False if the page to keep can't have that many sharers.
     pub fn name(&mut self, pair: Pair, relatives: &[IndexedPage]) -> bool {
-        if pair.keep.is_some_and(|keep| !self.add_sharers(keep, relatives.len())) {
+        let sharers = relatives.iter().filter(|page| page.page == pair.take.page).count();
+        if pair.keep.is_some_and(|keep| !self.add_sharers(keep, sharers)) {
             return false;
         }
         self.pairs.push(pair);

@@ -423,3 +423,14 @@ fn with_ksmd_a_child_that_was_forked_from_marked_memory_is_merged_too() {
     let frames = sim.truth().frames;
     assert!(frames <= PAGES + PAGES / 50, "{frames} frames");
 }
+
+/// More pages hold one content than a merged page may have sharers, while the processes are still being marked.
+#[test]
+fn a_family_of_one_content_is_merged_at_once() {
+    let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
+    let parent = sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(PAGES), Fill::Same(7))));
+    sim.fork(parent);
+    sim.run(10);
+    let frames = sim.truth().frames;
+    assert!(frames <= PAGES / 50, "{frames} of {PAGES} frames");
+}

@@ -15,13 +15,14 @@
 use super::Engine;
 use crate::hash::Digest;
 use crate::host::{PageRun, PageSample, PageState, RegionView, Span};
+use crate::index::Location;
 use crate::keys::{LineageKey, OwnerKey, RegionKey};
 use crate::region::table::RegionTable;
 use crate::region::{Fork, RELATIVES_MOST, Region};
 use crate::requests::{IndexedPage, Pair};
 use crate::sampling::ladder::may_be_promoted;
 use crate::units::{Vpn, count, index};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// We merge no family of more regions than this. A process can cut what it has inherited into any number, and we walk
@@ -280,7 +281,12 @@ impl Engine {
     /// marked. We drop it if one of these pages may not be merged now.
     pub(super) fn name_relatives(&mut self) {
         let mut marking = FxHashSet::default();
+        let mut instead: FxHashMap<Location, IndexedPage> = FxHashMap::default();
         for mut pair in self.requests.take_pairs() {
+            let kept = pair.keep.map(|keep| keep.location);
+            if let Some(&keep) = kept.and_then(|kept| instead.get(&kept)) {
+                pair.keep_instead(keep);
+            }
             let Some(pages) = self.pages_of_families(&pair) else { continue };
             if let Some(keep) = pair.keep {
                 pair.keep_mappers = self.known_mappers(keep);
@@ -298,8 +304,12 @@ impl Engine {
             } else if !self.has_headroom_for(&pair, &pages) {
                 self.note_headroom(pair.take.location.slot);
             } else if !self.requests.name(pair, &pages) {
-                // The page to keep can't have that many sharers.
+                // The page to keep can't have that many sharers. The next ones of this content share this page.
                 self.contents.index.point_to(pair.digest, pair.take.location);
+                let owner = self.table.get(pair.take.location.slot).map(|region| region.view.owner);
+                if owner.is_some_and(|owner| self.room.headroom.take_page(owner)) {
+                    instead.extend(kept.map(|kept| (kept, pair.take)));
+                }
             }
         }
     }
