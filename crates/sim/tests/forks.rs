@@ -434,3 +434,24 @@ fn a_family_of_one_content_is_merged_at_once() {
     let frames = sim.truth().frames;
     assert!(frames <= PAGES / 50, "{frames} of {PAGES} frames");
 }
+
+/// ksmd merges the parent's zeros first. Its child's are left over in the frame that both shared.
+#[test]
+fn zeros_that_a_child_inherited_count_once() {
+    for tenths in [0, 5, 10, 20] {
+        let mut sim = Machine::with(host(), Config { governor: Governor::Full, ..config() });
+        let zeros = Mapping::new(Pages(2 * MIB), Fill::Zeros);
+        let data = Mapping::new(Pages(2 * MIB), Fill::Series(1));
+        let parent = sim.add(Process::starting_at(5 * SECOND).mapping(zeros).mapping(data));
+        let forks_ns = 5 * SECOND + tenths * SECOND / 10;
+        while sim.now_ns() < forks_ns {
+            let wait_ns = sim.cycle();
+            let left_ns = forks_ns - sim.now_ns().min(forks_ns);
+            let Ok(()) = sim.wait(wait_ns.min(left_ns).max(1_000_000));
+        }
+        sim.fork(parent);
+        sim.run(60);
+        let shown = sim.engine.saving().map(|saving| saving.saved.0);
+        assert_eq!((shown, sim.truth().frames), (Some(2 * MIB), 2 * MIB), "forked {tenths} tenths of a second later");
+    }
+}

@@ -237,7 +237,9 @@ impl Engine {
         let is_zero = sample.digest == Digest::ZERO;
         let is_own = match sample.state {
             PageState::ZeroMapped | PageState::Merged => return,
-            PageState::Private => is_zero || region.relatives.is_some() && !self.may_be_left(region, sample.page),
+            PageState::Private => {
+                (is_zero || region.relatives.is_some()) && !self.may_be_left(region, sample.page, is_zero)
+            }
             PageState::Shared => is_zero && region.fork == Fork::First && !sample.outsiders,
             PageState::Absent => false,
         };
@@ -250,12 +252,12 @@ impl Engine {
     }
 
     /// Whether a private page may just be left over: it was shared through fork until ksmd gave the relatives a merged
-    /// frame instead.
-    fn may_be_left(&self, region: &Region, page: Vpn) -> bool {
+    /// frame instead. Zeros that relatives shared are recorded as the first one's own.
+    fn may_be_left(&self, region: &Region, page: Vpn, is_zero: bool) -> bool {
         let Some(family) = self.family(region) else { return false };
         for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
             let is_other = relative.view.key != region.view.key && relative.has(page);
-            if is_other && relative.is_marked(page) && !relative.usage.own.contains(page) {
+            if is_other && relative.is_marked(page) && (is_zero || !relative.usage.own.contains(page)) {
                 return true;
             }
         }
