@@ -256,7 +256,9 @@ impl Twins {
     /// if relatives rewrite what they share, and if they share pages that are merged with others of their own.
     fn is_countable(&self) -> bool {
         let is_plain = |program: &Program| {
-            !program.rewrites() && matches!(program.memory, Memory::Equal | Memory::Half | Memory::ZerosBeside) && !program.is_huge
+            !program.rewrites()
+                && matches!(program.memory, Memory::Equal | Memory::Half | Memory::ZerosBeside)
+                && !program.is_huge
         };
         self.history.programs.iter().all(|program| !program.happens(&[Event::Fork]) || is_plain(program))
     }
