@@ -137,8 +137,11 @@ impl Headroom {
     /// How many of these processes are below each limit.
     fn count(&self, owners: &[OwnerKey]) -> BTreeMap<LimitKey, u64> {
         let mut counts = BTreeMap::new();
-        for key in owners.iter().filter_map(|owner| self.of_owner.get(owner)).flatten() {
-            *counts.entry(*key).or_default() += 1;
+        for owner in owners {
+            let Some(keys) = self.of_owner.get(owner) else { continue };
+            for &key in keys {
+                *counts.entry(key).or_default() += 1;
+            }
         }
         counts
     }
@@ -204,7 +207,8 @@ impl Headroom {
     pub fn take_pages(&mut self, owners: &[OwnerKey]) -> bool {
         let needed = self.count(owners);
         for (key, &pages) in &needed {
-            if self.limits.get(key).is_some_and(|room| self.left(room) < Pages(pages)) {
+            let Some(room) = self.limits.get(key) else { continue };
+            if self.left(room) < Pages(pages) {
                 return false;
             }
         }

@@ -285,9 +285,11 @@ impl Engine {
         let mut marking = FxHashSet::default();
         let mut instead: FxHashMap<Location, IndexedPage> = FxHashMap::default();
         for mut pair in self.requests.take_pairs() {
-            let kept = pair.keep.map(|keep| keep.location);
-            if let Some(&keep) = kept.and_then(|kept| instead.get(&kept)) {
-                pair.keep_instead(keep);
+            let kept = pair.keep;
+            if let Some(keep) = kept {
+                if let Some(&other) = instead.get(&keep.location) {
+                    pair.keep_instead(other);
+                }
             }
             let Some(pages) = self.pages_of_families(&pair) else { continue };
             if let Some(keep) = pair.keep {
@@ -308,9 +310,10 @@ impl Engine {
             } else if !self.requests.name(pair, &pages) {
                 // The page to keep can't have that many sharers. The next ones of this content share this page.
                 self.contents.index.point_to(pair.digest, pair.take.location);
-                let owner = self.table.get(pair.take.location.slot).map(|region| region.view.owner);
-                if owner.is_some_and(|owner| self.room.headroom.take_page(owner)) {
-                    instead.extend(kept.map(|kept| (kept, pair.take)));
+                let Some(keep) = kept else { continue };
+                let Some(region) = self.table.get(pair.take.location.slot) else { continue };
+                if self.room.headroom.take_page(region.view.owner) {
+                    instead.insert(keep.location, pair.take);
                 }
             }
         }

@@ -110,8 +110,9 @@ impl Engine {
                 continue;
             }
             let Some(kin) = region.survey.kin.found() else { continue };
-            let kin = self.page_of_kin(region, kin, region.view.first);
-            if kin.is_some_and(|(slot, _)| self.table.get(slot).is_some_and(|kin| !kin.life.is_surveyed())) {
+            let Some((kin_slot, _)) = self.page_of_kin(region, kin, region.view.first) else { continue };
+            let Some(kin) = self.table.get(kin_slot) else { continue };
+            if !kin.life.is_surveyed() {
                 clones.push(slot);
             }
         }
@@ -266,14 +267,19 @@ impl Engine {
             let run = result.range.take;
             let Some(region) = self.table.at_mut(run.region, run.first) else { continue };
             records.entry(region.view.family).or_default().record(result.merging, run.pages.into());
-            let pages = (0..run.pages).map(|number| run.first + u64::from(number));
+            let pages = run.first.0..run.first.0 + u64::from(run.pages);
             match result.merging {
-                Merging::Merged | Merging::Shared => pages.for_each(|page| region.count_merged(page)),
+                Merging::Merged | Merging::Shared => {
+                    for page in pages {
+                        region.count_merged(Vpn(page));
+                    }
+                }
                 Merging::Untried | Merging::Unknown => region.end_kin(),
                 Merging::Absent => {}
                 Merging::Differs | Merging::Full | Merging::Busy | Merging::Ineligible => {
-                    if let Some(pass) = &mut region.kin {
-                        pages.for_each(|page| _ = pass.left_out.insert(page));
+                    let Some(pass) = &mut region.kin else { continue };
+                    for page in pages {
+                        pass.left_out.insert(Vpn(page));
                     }
                 }
             }

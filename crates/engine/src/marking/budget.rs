@@ -44,14 +44,18 @@ pub struct Budget {
 impl Budget {
     pub fn new(table: &RegionTable, headroom: Headroom, config: &Config) -> Self {
         let mut budget = Self { headroom, families: FxHashMap::default() };
-        for region in table.iter().filter(|region| region.fork == Fork::First) {
-            if region.forked_share() >= config.threshold().fraction() {
-                let Some(number) = region.relatives else { continue };
+        for region in table.iter() {
+            let Some(number) = region.relatives else { continue };
+            if region.fork == Fork::First && region.forked_share() >= config.threshold().fraction() {
                 budget.families.entry(number).or_default().mark(&region.marks.spans);
             }
         }
-        for region in table.iter().filter(|region| matches!(region.fork, Fork::Relative | Fork::Follows)) {
-            let Some(family) = region.relatives.and_then(|number| budget.families.get_mut(&number)) else { continue };
+        for region in table.iter() {
+            if !matches!(region.fork, Fork::Relative | Fork::Follows) {
+                continue;
+            }
+            let Some(number) = region.relatives else { continue };
+            let Some(family) = budget.families.get_mut(&number) else { continue };
             let is_done = region.fork == Fork::Follows && region.life.is_judged() && !region.life.is_worth_marking();
             if is_done && region.hold.full.is_none() {
                 continue;
@@ -74,7 +78,7 @@ impl Budget {
     pub fn most(&self, region: &Region) -> Option<(LimitKey, Pages)> {
         let mut granted = region.mergeable();
         let mut owners = vec![region.view.owner];
-        for relative in self.family(region).into_iter().flat_map(|family| &family.relatives) {
+        for relative in self.relatives(region) {
             if relative.is(region) {
                 granted = granted.max(relative.granted);
             } else if region.fork == Fork::First && relative.shares(region) && relative.granted < relative.resident {
@@ -87,26 +91,44 @@ impl Budget {
 
     /// The parts of a span that we may mark in a region if there's too little headroom for all of it.
     pub fn parts(&self, region: &Region, span: &Candidate) -> Vec<Candidate> {
-        let Some(family) = self.family(region).filter(|_| region.fork != Fork::First) else { return vec![*span] };
-        let first = family.spans.iter().map(|span| span.first..span.first + span.pages.0);
-        first.filter_map(|bounds| part(&region.extents, span, bounds)).collect()
+        let Some(family) = self.family(region) else { return vec![*span] };
+        if region.fork == Fork::First {
+            return vec![*span];
+        }
+        let mut parts = Vec::new();
+        for mark in &family.spans {
+            parts.extend(part(&region.extents, span, mark.first..mark.first + mark.pages.0));
+        }
+        parts
     }
 
     /// Uses up headroom for marking `spans` in a region, which has `marked` marked pages then.
     pub fn take(&mut self, region: &Region, spans: &[Candidate], marked: Pages) {
-        let Self { headroom, families } = self;
-        let family = region.relatives.and_then(|number| families.get_mut(&number));
         let mut granted = region.mergeable();
-        if let Some(family) = family {
-            if region.fork == Fork::First {
-                family.mark(spans);
-                family.grant(headroom);
-            } else if let Some(relative) = family.relatives.iter_mut().find(|relative| relative.is(region)) {
+        for relative in self.relatives(region) {
+            if relative.is(region) {
                 granted = granted.max(relative.granted);
+            }
+        }
+        self.headroom.take(region.view.owner, marked.saturating_sub(granted));
+        let Some(number) = region.relatives else { return };
+        let Some(family) = self.families.get_mut(&number) else { return };
+        if region.fork == Fork::First {
+            family.mark(spans);
+            family.grant(&mut self.headroom);
+        }
+        for relative in &mut family.relatives {
+            if relative.is(region) {
                 relative.granted = granted.max(marked);
             }
         }
-        headroom.take(region.view.owner, marked.saturating_sub(granted));
+    }
+
+    fn relatives(&self, region: &Region) -> &[Relative] {
+        match self.family(region) {
+            Some(family) => &family.relatives,
+            None => &[],
+        }
     }
 
     fn family(&self, region: &Region) -> Option<&Family> {
