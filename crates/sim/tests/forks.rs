@@ -443,12 +443,7 @@ fn zeros_that_a_child_inherited_count_once() {
         let zeros = Mapping::new(Pages(2 * MIB), Fill::Zeros);
         let data = Mapping::new(Pages(2 * MIB), Fill::Series(1));
         let parent = sim.add(Process::starting_at(5 * SECOND).mapping(zeros).mapping(data));
-        let forks_ns = 5 * SECOND + tenths * SECOND / 10;
-        while sim.now_ns() < forks_ns {
-            let wait_ns = sim.cycle();
-            let left_ns = forks_ns - sim.now_ns().min(forks_ns);
-            let Ok(()) = sim.wait(wait_ns.min(left_ns).max(1_000_000));
-        }
+        sim.run_until(5 * SECOND + tenths * SECOND / 10, |_| {});
         sim.fork(parent);
         sim.run(60);
         let shown = sim.engine.saving().map(|saving| saving.saved.0);

@@ -76,17 +76,16 @@ impl Budget {
 
     /// How many pages of a region may be marked at most, and the limit that bounds this. `None`: any number.
     pub fn most(&self, region: &Region) -> Option<(LimitKey, Pages)> {
-        let mut granted = region.mergeable();
         let mut owners = vec![region.view.owner];
-        for relative in self.relatives(region) {
-            if relative.is(region) {
-                granted = granted.max(relative.granted);
-            } else if region.fork == Fork::First && relative.shares(region) && relative.granted < relative.resident {
-                owners.push(relative.owner);
+        if region.fork == Fork::First {
+            for relative in self.relatives(region) {
+                if relative.shares(region) && relative.granted < relative.resident {
+                    owners.push(relative.owner);
+                }
             }
         }
         let (limit, more) = self.headroom.of_each(&owners)?;
-        Some((limit, granted + more))
+        Some((limit, self.granted(region) + more))
     }
 
     /// The parts of a span that we may mark in a region if there's too little headroom for all of it.
@@ -104,12 +103,7 @@ impl Budget {
 
     /// Uses up headroom for marking `spans` in a region, which has `marked` marked pages then.
     pub fn take(&mut self, region: &Region, spans: &[Candidate], marked: Pages) {
-        let mut granted = region.mergeable();
-        for relative in self.relatives(region) {
-            if relative.is(region) {
-                granted = granted.max(relative.granted);
-            }
-        }
+        let granted = self.granted(region);
         self.headroom.take(region.view.owner, marked.saturating_sub(granted));
         let Some(number) = region.relatives else { return };
         let Some(family) = self.families.get_mut(&number) else { return };
@@ -122,6 +116,17 @@ impl Budget {
                 relative.granted = granted.max(marked);
             }
         }
+    }
+
+    /// How many pages of a region have headroom.
+    fn granted(&self, region: &Region) -> Pages {
+        let mut granted = region.mergeable();
+        for relative in self.relatives(region) {
+            if relative.is(region) {
+                granted = granted.max(relative.granted);
+            }
+        }
+        granted
     }
 
     fn relatives(&self, region: &Region) -> &[Relative] {

@@ -97,7 +97,7 @@ impl MarkedSamples {
         if self.sampled < SAMPLES_MIN {
             return 0.0;
         }
-        let share = self.unmerged as f64 / self.sampled as f64;
+        let share = self.unmerged_share();
         let Some(residual) = self.residual else {
             *self = Self { residual: Some(share), mergeable: self.mergeable, ..Self::default() };
             return 0.0;
