@@ -60,6 +60,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
             state: engine.state(),
             injector_restarts: 0,
             targets: targets.collect(),
+            turned_away: 0,
             domains: self.trusts().to_vec(),
             kept_out: KeptOut::default(),
             merged_domain: None,

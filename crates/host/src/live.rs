@@ -298,6 +298,11 @@ impl LiveHost {
         self.rules.domains.names()
     }
 
+    /// How many processes in scope we leave alone because there are too many of one user or cgroup.
+    pub fn turned_away(&self) -> usize {
+        self.discovery.new_processes.turned_away()
+    }
+
     /// The name of the trust domain that we merge, if it's only one.
     pub fn merged_domain(&self) -> Option<&String> {
         self.rules.domains.name(self.rules.merged?)

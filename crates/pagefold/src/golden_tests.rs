@@ -150,6 +150,7 @@ impl Backend for Simulated {
             state,
             injector_restarts: 0,
             targets: self.targets.clone(),
+            turned_away: 3,
             domains: DOMAINS.map(str::to_owned).to_vec(),
             kept_out: self.kept_out.clone(),
             merged_domain: (run.config.mechanism == Mechanism::Ksmd).then(|| DOMAINS[0].to_owned()),

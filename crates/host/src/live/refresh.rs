@@ -238,12 +238,14 @@ impl LiveHost {
             }
             if info.distrust.is_some() {
                 if strangers >= STRANGERS_MOST {
+                    self.discovery.new_processes.turn_away(info.process.pid());
                     continue;
                 }
                 strangers += 1;
             }
             let mut target = self.new_target(info);
             if !census.has_room_for_target(target.origin) {
+                self.discovery.new_processes.turn_away(target.pid());
                 continue;
             }
             census.add_target(target.origin);

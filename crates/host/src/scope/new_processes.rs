@@ -11,7 +11,7 @@ use crate::scope::{ProcessInfo, ScopeError, ScopeSpec, resolve_among};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -41,6 +41,8 @@ pub struct NewProcesses {
     outside: HashMap<i32, u64>,
     /// Processes of `outside` that we first saw after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
+    /// Processes of `outside` that are in scope, but too many to be known.
+    turned_away: HashSet<i32>,
     /// Whether we must read the next list in any case, for example because processes of `outside` are new.
     unsettled: bool,
     listed_ns: u64,
@@ -57,6 +59,7 @@ impl NewProcesses {
             last_pid: None,
             outside: HashMap::new(),
             first_seen: Vec::new(),
+            turned_away: HashSet::new(),
             unsettled: true,
             listed_ns: 0,
             next_list_ns: 0,
@@ -83,6 +86,16 @@ impl NewProcesses {
     /// Notes that a process that we've found is known from now on. Otherwise it stays among the ones out of scope.
     pub fn join(&mut self, pid: i32) {
         self.outside.remove(&pid);
+    }
+
+    /// Notes that a process that we've found won't be known, since there are too many.
+    pub fn turn_away(&mut self, pid: i32) {
+        self.turned_away.insert(pid);
+    }
+
+    /// How many processes in scope were too many, as far as we've examined them.
+    pub fn turned_away(&self) -> usize {
+        self.turned_away.len()
     }
 
     /// The processes that we've seen for the first time since the last call.
@@ -119,6 +132,8 @@ impl NewProcesses {
         })?;
         self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
+        // A full pass finds those that are still in scope.
+        self.turned_away.retain(|pid| !full && outside.contains_key(pid));
         self.outside = outside;
         self.last_pid = last_pid;
         self.listed_ns = now_ns;

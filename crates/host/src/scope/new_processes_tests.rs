@@ -121,3 +121,24 @@ fn others_idle_processes_delay_no_list_for_long() {
     machine.start(20, "/bin/meant");
     assert_eq!(machine.find(LIST_MAX_NS), [20]);
 }
+
+#[test]
+fn processes_that_are_too_many_are_counted_until_they_end_or_leave_the_scope() {
+    let mut machine = Machine::new(true);
+    for pid in [20, 21, 22] {
+        machine.start(pid, "/bin/meant");
+    }
+    for pid in machine.find(0) {
+        machine.new_processes.turn_away(pid);
+    }
+    assert_eq!(machine.new_processes.turned_away(), 3);
+    machine.tree.exec(20, "/bin/other");
+    fs::remove_dir_all(machine.tree.roots.proc.join("21")).unwrap();
+    machine.start(23, "/bin/other");
+    machine.find(4 * SECOND);
+    assert_eq!(machine.new_processes.turned_away(), 2, "a pass over new processes doesn't examine the others");
+    for pid in machine.find(400 * SECOND) {
+        machine.new_processes.turn_away(pid);
+    }
+    assert_eq!(machine.new_processes.turned_away(), 1);
+}

@@ -344,6 +344,11 @@ impl Programs {
         }
     }
 
+    /// How many processes we leave alone for a reason.
+    pub fn left_alone_for(&self, reason: &str) -> usize {
+        self.left_out.iter().find(|row| row.reason == reason).map_or(0, |row| row.processes)
+    }
+
     pub fn not_left_alone(&self) -> usize {
         self.processes.iter().filter(|row| row.left_alone.is_none()).count()
     }

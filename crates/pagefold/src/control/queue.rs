@@ -40,6 +40,8 @@ pub struct Facts {
     pub state: State,
     pub injector_restarts: u32,
     pub targets: Vec<TargetFacts>,
+    /// How many processes in scope aren't targets, because there are too many.
+    pub turned_away: usize,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
     /// The domain that we merge, if we merge only one.
@@ -200,6 +202,7 @@ impl Facts {
             state,
             injector_restarts: host.injector_restarts(),
             targets: host.targets().map(|target| TargetFacts::of(target, host.reported(target.pid()))).collect(),
+            turned_away: host.turned_away(),
             domains: host.domains().to_vec(),
             merged_domain: host.merged_domain().cloned(),
             kept_out: host.kept_out().clone(),

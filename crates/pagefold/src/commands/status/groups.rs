@@ -66,8 +66,11 @@ pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
     rows
 }
 
+/// The word for processes that we don't even know, since there are too many of one user or cgroup.
+pub const TOO_MANY: &str = "too-many-processes";
+
 /// The words for all reasons to leave a process alone.
-pub const REASONS: [&str; 20] = [
+pub const REASONS: [&str; 21] = [
     "kernel-thread",
     "ended",
     "not-dumpable",
@@ -87,6 +90,7 @@ pub const REASONS: [&str; 20] = [
     "32-bit",
     "too-many-mappings",
     "restless",
+    TOO_MANY,
     OTHER,
 ];
 
@@ -138,7 +142,10 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
 pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
     let mut rows = Vec::new();
     for reason in REASONS {
-        let processes = facts.targets.iter().filter(|target| target.reason == Some(reason)).count();
+        let processes = match reason {
+            TOO_MANY => facts.turned_away,
+            _ => facts.targets.iter().filter(|target| target.reason == Some(reason)).count(),
+        };
         rows.push(LeftOutRow { reason: reason.to_owned(), processes });
     }
     rows

@@ -1,6 +1,6 @@
 //! The text of `status`.
 
-use super::groups::UNMERGED;
+use super::groups::{TOO_MANY, UNMERGED};
 use super::{Doing, DomainRow, ProcessRow, Status, count_targets};
 use crate::output::placement::PlacementView;
 use crate::output::requests;
@@ -73,6 +73,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         ("full", status.reserve.headroom_sentence()),
         ("to unmark", to_unmark(status)),
         ("kept out", kept_out(status)),
+        ("left out", turned_away(status)),
         ("stops", stops(status)),
         ("audit", audit(status)),
         ("THP", huge_pages(status)),
@@ -168,9 +169,15 @@ fn kept_out(status: &Status) -> Option<String> {
         };
         selectors.push(format!("{but}{}", row.selector));
     }
-    let unmerged = status.programs.left_out.iter().find(|row| row.reason == UNMERGED).map_or(0, |row| row.processes);
-    let processes = status.count(unmerged);
+    let processes = status.count(status.programs.left_alone_for(UNMERGED));
     Some(format!("{}: {processes} now, until pagefold include", selectors.join("; ")))
+}
+
+/// How many processes in scope we don't even know.
+fn turned_away(status: &Status) -> Option<String> {
+    let processes = status.programs.left_alone_for(TOO_MANY);
+    let more = count(processes, "more process", "more processes");
+    (processes > 0).then(|| format!("{more} in scope: there are too many of one user or cgroup"))
 }
 
 /// The number of trust domains, and the ones that we merge. `None` if there's only one, and we merge it.
