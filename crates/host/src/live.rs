@@ -38,7 +38,7 @@ use crate::targets::Target;
 use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Mechanism, MergedSample, Outcome, PageRun, SamplePlan, Samples,
-    Snapshot, Span,
+    ScanOrder, Snapshot, Span,
 };
 use pagefold_engine::keys::{KeyCounter, LimitKey, RegionKey};
 use pagefold_engine::units::Pages;
@@ -581,6 +581,9 @@ impl Host for LiveHost {
             // Merging on request leaves KSM's knobs alone.
             if self.mechanism() == Mechanism::Ksmd {
                 actuator.controller.order(actions.scan);
+                if matches!(actions.scan, ScanOrder::Kick { .. } | ScanOrder::Pace { .. }) {
+                    self.limits.note_merging(self.cost.now_ns());
+                }
             }
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();

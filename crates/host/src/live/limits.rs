@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 
 /// The shortest time between two passes, nanoseconds. Passes may take 1/`PASS_PART` of the time.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
+/// The same while memory is being merged: below limits with little headroom, each step of merging waits for two passes.
+const PASS_WHILE_MERGING_NS: u64 = 200_000_000;
+/// How long after its start a step of merging takes at most, nanoseconds. A longer one is slower than the passes anyway.
+const MERGING_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
@@ -38,7 +42,11 @@ pub(super) struct CgroupLimits {
     owners: BTreeSet<OwnerKey>,
     /// Whether there are some whose cgroups we can't see.
     has_unplaced: bool,
-    next_ns: u64,
+    /// When the last pass began, and how long to wait after it at least because of what it cost, nanoseconds.
+    passed_ns: Option<u64>,
+    cost_wait_ns: u64,
+    /// Until when we take memory as being merged, nanoseconds.
+    merging_until_ns: u64,
     views: Arc<[LimitView]>,
     swap_left: Option<Pages>,
     cpu_pressure: Option<Permyriad>,
@@ -123,7 +131,7 @@ impl CgroupLimits {
     /// Looks at the limits again if it's time. We read the limits of a new process at once, so that we don't take it
     /// for an unlimited one.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
-        let is_pass = now_ns >= self.next_ns;
+        let is_pass = self.is_due(now_ns);
         let before_ns = own_cpu_ns();
         if is_pass {
             self.forget_owners();
@@ -142,7 +150,8 @@ impl CgroupLimits {
         }
         if is_pass {
             self.read(now_ns);
-            self.next_ns = now_ns + ((own_cpu_ns() - before_ns) * PASS_PART).max(PASS_EVERY_NS);
+            self.passed_ns = Some(now_ns);
+            self.cost_wait_ns = (own_cpu_ns() - before_ns) * PASS_PART;
         } else if has_new {
             self.read_new(now_ns);
         } else {
@@ -151,6 +160,18 @@ impl CgroupLimits {
         self.views = self.limits().into();
         self.swap_left = self.swap_below_limits();
         self.cpu_pressure = self.highest_pressure();
+    }
+
+    /// Notes that a step of merging begins: the next step depends on the headroom after it.
+    pub(super) fn note_merging(&mut self, now_ns: u64) {
+        self.merging_until_ns = now_ns + MERGING_NS;
+    }
+
+    fn is_due(&self, now_ns: u64) -> bool {
+        let Some(passed_ns) = self.passed_ns else { return true };
+        let is_merging = now_ns < self.merging_until_ns;
+        let every_ns = if is_merging { PASS_WHILE_MERGING_NS } else { PASS_EVERY_NS };
+        now_ns >= passed_ns + every_ns.max(self.cost_wait_ns)
     }
 
     fn forget_owners(&mut self) {
@@ -316,6 +337,34 @@ fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn passes_are_more_frequent_while_memory_is_being_merged() {
+        let mut limits = CgroupLimits::default();
+        let targets = BTreeMap::new();
+        let mut passes_until = |end_ms: u64, is_merging: bool| {
+            let began_ms = limits.passed_ns.map_or(0, |ns| ns / 1_000_000);
+            let mut passes = 0;
+            for ms in (began_ms + 10..=end_ms).step_by(10) {
+                if is_merging {
+                    limits.note_merging(ms * 1_000_000);
+                }
+                let before = limits.passed_ns;
+                limits.refresh(ms * 1_000_000, &targets);
+                limits.cost_wait_ns = 0;
+                passes += u32::from(limits.passed_ns != before);
+            }
+            passes
+        };
+        assert_eq!(passes_until(10, false), 1);
+        assert_eq!(passes_until(3_010, false), 3);
+        assert_eq!(passes_until(6_010, true), 15);
+        assert_eq!(passes_until(10_010, false), 7, "four more, and then one each second");
+        limits.cost_wait_ns = 700_000_000;
+        limits.note_merging(9_810_000_000);
+        assert!(!limits.is_due(10_500_000_000), "passes may cost a thousandth of the time");
+        assert!(limits.is_due(10_510_000_000));
+    }
 
     #[test]
     fn the_cgroups_of_targets_tell_how_long_their_tasks_wait_for_a_cpu() {
