@@ -185,8 +185,8 @@ impl Region {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of duplicates in extents that weren't worth marking, 0 to 1. Always 0 with merging on request. Also 0
-    /// for a region that we left alone, because it may have changed.
+    /// The share of its duplicates that we didn't mark, because their extents weren't worth it: 0 to 1. It's 0 on
+    /// request, which needs no marks, and in a region that we left alone, which may have changed since.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
         if !mechanism.carrier().by_marks || self.hold.reason().is_some() {
             return 0.0;
@@ -208,7 +208,7 @@ impl Region {
         low_bits(page.0.wrapping_sub(self.base.0), OFFSET_BITS)
     }
 
-    /// The page at an offset of the index.
+    /// The page at an offset that the index of contents keeps: signed, and cut to [`OFFSET_BITS`].
     pub fn page_at(&self, offset: u32) -> Vpn {
         // Sign-extend the bits that we keep.
         let offset = i64::from(offset) << (64 - OFFSET_BITS) >> (64 - OFFSET_BITS);

@@ -99,7 +99,7 @@ pub struct MemoryState {
     pub may_return_bytes: u64,
     /// Memory that KSM saves on the machine, by its counters.
     pub saved_machine_bytes: u64,
-    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
+    /// Estimate: merged pages of exited processes, which KSM's counters contain until ksmd's next scan.
     pub exited_bytes: u64,
     /// Resident pages in marked spans.
     pub marked_bytes: u64,

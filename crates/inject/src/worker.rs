@@ -199,8 +199,8 @@ impl Connection {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
         });
-        // An injector that refuses this user replies and hangs up without reading. Then its reply counts, not our
-        // broken pipe.
+        // If the pipe broke, we go on and read the reply: an injector that refuses this user replies and hangs up
+        // without reading what we've asked.
         if let Err(InjectError::WorkerSilent) = written {
             return Err(InjectError::WorkerSilent);
         }

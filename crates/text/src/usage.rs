@@ -142,7 +142,7 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
             let Some(value) = context(error, ContextKind::InvalidValue).into_iter().next() else { return guesses };
             let is_number = value.parse::<f64>().is_ok();
             match wrong {
-                // We only guess a name if this is the whole value, not one of several pids.
+                // We suggest --exe only if the wrong word is the option's whole value, not one of several pids.
                 "--pid" if !is_number && (words.contains(&value) || words.contains(&format!("--pid={value}"))) => {
                     guesses.extend(replaced(words, "--pid", "--exe"));
                 }

@@ -336,7 +336,7 @@ impl Engine {
         moves
     }
 
-    /// Records the outcome of the pairs that we named.
+    /// Records what became of the pairs of pages that we asked the kernel to merge.
     fn account_for_pairs(&mut self, outcome: &Outcome) {
         let now_ns = self.snapshot.now_ns;
         self.record_kin(&outcome.merges);

@@ -9,7 +9,7 @@ use crate::sampling::ladder::matures_ns;
 
 /// While ksmd works, we observe the host at least this often, nanoseconds.
 const OBSERVE_NS: u64 = 50_000_000;
-/// Watching ksmd may take this fraction of the governor's share of a core.
+/// Watching ksmd may take one part in this many of the CPU time that the governor grants.
 const OBSERVE_PART: u64 = 10;
 /// We assume an observation costs this much until we've measured one, nanoseconds.
 const OBSERVE_COST_NS: u64 = 200_000;

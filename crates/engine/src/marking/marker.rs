@@ -47,7 +47,7 @@ pub struct Marker {
     /// The price for which we last lowered the density, nanoseconds, and when we may lower it for the next region.
     price_ns: u64,
     thin_at_ns: u64,
-    /// The pages that each of the latest marks adds to earlier marks, by the mark's start.
+    /// For each of the latest marks, by its start: how many of its pages no earlier mark covers.
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,

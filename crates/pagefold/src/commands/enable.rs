@@ -202,7 +202,7 @@ fn denial(selector: &Selector, options: &Options, file: &Path) -> Option<String>
     let list = deny_list(options, &DenyFlags::default());
     let entry = list.entry_for(&[name.into(), name.into()], matches)?;
     let change = if options.denied.iter().flatten().any(|denied| denied == entry) {
-        format!("remove it from also in [deny] of {}", shown(file))
+        format!("remove \"{}\" from the list \"also\" in [deny] of {}", printable(entry.as_bytes()), shown(file))
     } else {
         format!("add except = [\"{}\"] to [deny] of {}", printable(name.as_bytes()), shown(file))
     };
@@ -448,7 +448,7 @@ mod tests {
         let allowed = Options { allowed: Some(vec!["chromium".to_owned()]), ..Options::default() };
         assert_eq!(warning(&allowed), None);
         let denied = Options { denied: Some(vec!["chromium".to_owned()]), ..allowed };
-        assert!(warning(&denied).unwrap().contains("remove it from also"));
+        assert!(warning(&denied).unwrap().contains("remove \"chromium\" from the list \"also\""));
         assert_eq!(denial(&spec().0[0], &Options::default(), file), None);
     }
 

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct HistoryArgs {
-    /// Print the last hours or days (2h, 30d): a line a minute for a day, one for each quarter of an hour before that
+    /// Print the last hours or days (2h, 30d): one line a minute for the last day, one for 15 minutes of older data
     #[arg(long, value_name = "DURATION", value_parser = seconds, default_value = "24h")]
     pub since: Duration,
     /// Read the history from this file, which the daemon writes

@@ -43,7 +43,7 @@ impl Writer {
             }
         });
         if let Err(error) = &started {
-            complain!("cannot start the thread for sketches: {error}; they are not kept");
+            complain!("no sketches are written: cannot start the thread for them: {error}");
         }
         let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
         let bucket = TokenBucket::new(SHARE, host.now_ns());

@@ -110,7 +110,8 @@ enum Effect {
     Hang,
 }
 
-/// Reads the variable. Without this call the first point reads it, and allocates memory.
+/// Reads the environment variable that says what should fail. Without this call the first point of failure reads it,
+/// and allocates memory, which it may not be allowed to do.
 pub fn init() {
     faults();
 }

@@ -82,7 +82,7 @@ pub(super) fn pressure(facts: &MachineFacts) -> Finding {
         Fact::Is(()) => ok("memory pressure is measured"),
         _ => note(
             "no pressure stall information",
-            "the automatic governor uses available memory only",
+            "the automatic governor sees how much memory is available, not whether tasks wait for it",
             "boot with psi=1",
         ),
     }

@@ -99,7 +99,7 @@ fn in_common(frames: CommonFrames, rows: usize) -> String {
         (0 | 1, _) => "Name several workloads or processes to see which frames they have in common.".to_owned(),
         (_, 0) => format!("Isolation: no frame is mapped by two of these {rows}. {except}"),
         (_, all) => format!(
-            "Isolation: {} mapped by several of these {rows}: {} merged, {} by fork, {} of the same file. {except}",
+            "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} of a file that they all map. {except}",
             match all {
                 1 => "1 frame is".to_owned(),
                 all => format!("{} frames are", thousands(all)),
