@@ -91,7 +91,7 @@ pub struct MemoryState {
     /// The memory that the processes would hold if nothing were merged: what they hold, each frame divided among its
     /// mappings, and what merging saves.
     pub unmerged_bytes: u64,
-    /// The saving, `None` before the first count.
+    /// The saving. `None` before the first count, and while KSM merges much more than was counted.
     pub saved_bytes: Option<u64>,
     /// How long ago we counted the saving.
     pub saved_age_seconds: Option<f64>,
