@@ -4,6 +4,7 @@ use pagefold_engine::units::Pages;
 use pagefold_lab::activity::{Activity, counters};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::process::Process;
+use pagefold_report::results::NAMES;
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -140,18 +141,7 @@ fn the_list_names_every_experiment() {
     let output = Command::new(PROGRAM).args(["bench", "--list"]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in [
-        "static-mix",
-        "pairs",
-        "cow-breaker",
-        "short-lived",
-        "idle",
-        "governors",
-        "real-programs",
-        "scan",
-        "numa",
-        "on-request",
-    ] {
+    for name in NAMES {
         assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
     }
     let unknown = Command::new(PROGRAM).args(["bench", "no-such"]).output().unwrap();
