@@ -36,7 +36,7 @@ impl Contents {
         });
     }
 
-    /// Remembers digests that pages with different contents have.
+    /// Remembers digests that pages with different contents have in common.
     pub fn note_colliding(&mut self, digests: &[Digest]) {
         let colliding = Arc::make_mut(&mut self.colliding);
         for &digest in digests {
@@ -51,7 +51,8 @@ impl Contents {
 }
 
 impl Engine {
-    /// Whether the kernel can hash part of a page for us. It compares whole pages before it merges them.
+    /// Whether we may have the kernel hash only a part of each page: on request, it compares whole pages before it
+    /// merges them.
     pub(super) fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && !self.carrier().by_marks
     }
@@ -70,8 +71,8 @@ impl Engine {
     }
 
     /// Forgets all digests, because new ones will cover more or fewer cache lines and can't be compared with them. We
-    /// sample regions without merged pages again instead of reading them whole right away. Most of their pages only
-    /// looked equal because they differ in few bytes. Once we hash more lines, they don't.
+    /// sample regions without merged pages again instead of reading them whole right away: most of their pages only
+    /// looked equal because we hashed few lines of them.
     pub(super) fn forget_digests(&mut self) {
         self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
         let top = self.ladder.levels();

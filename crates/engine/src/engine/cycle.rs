@@ -36,9 +36,9 @@ pub(super) struct Plan {
     /// Pages in the plan, and how many of them we read.
     pub pages: u64,
     pub read: u64,
-    /// Pages that we name by position.
+    /// Unread pages that we ask the kernel to merge with those at equal offsets of an older clone.
     pub named: u64,
-    /// Whether we visit merged pages, because programs broke some in the last round.
+    /// Whether we visit merged pages, because programs wrote to some in the last round.
     pub visiting: bool,
     /// `KsmView::broken` when the round began.
     pub broken_before: u64,
@@ -90,8 +90,8 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             let has_nodes = self.snapshot.nodes.len() > 1;
-            // A merged page looks broken once all its other sharers have written theirs. So where we observe COW
-            // breaks, we ask for `PageSample::lone`.
+            // Once all other sharers of a merged page have written theirs, the page no longer looks merged.
+            // `PageSample::lone` shows that it wasn't written itself, so we ask for that where we observe COW breaks.
             let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
             let wants_flags = |region: &Region| {
                 is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
@@ -122,7 +122,7 @@ impl Engine {
         let pace = self.pace();
         self.welcome_clones();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
-        // Newcomers may just have become old enough to be read, so we only judge what hasn't merged now.
+        // Only now we look for memory that didn't merge: new regions may just have become old enough to be read.
         if self.plan.has_counted {
             self.find_unmerged(&samples.merged, samples.counted.as_ref());
         } else if self.snapshot.shows_frames && self.is_nothing_merged() {
@@ -189,7 +189,7 @@ impl Engine {
     }
 
     /// Whether we know that nothing is merged on the whole machine. KSM doesn't count zeros of huge pages that it has
-    /// split, so we also ask whether any region may have some.
+    /// split, so we also check whether any region may have such zeros.
     fn is_nothing_merged(&self) -> bool {
         let may_be = |region: &Region| !region.usage.own.is_empty() && !region.mergeable_runs().is_empty();
         self.snapshot.ksm.merged() == Pages(0) && !self.table.iter().any(may_be)
@@ -214,15 +214,15 @@ impl Engine {
             self.ladder.visit_merged(&mut self.table, visits, pace.round_ns, allowance, &mut runs);
         }
         self.plan.pages = runs.iter().map(|run| u64::from(run.pages)).sum();
-        // We read neighbouring pages together. Mappings that the host didn't get to last time come first: one that takes
-        // long mustn't keep us from the others again and again.
+        // We read neighbouring pages together. Mappings that the host didn't get to last time come first, so that one
+        // slow mapping can't keep us from the others again and again.
         let missed = self.table.iter().filter(|region| region.survey.is_unread());
         let missed: BTreeSet<RegionKey> = missed.map(|region| region.view.key).collect();
         runs.sort_by_key(|run| (!missed.contains(&run.region), run.region, run.first));
         runs
     }
 
-    /// The keys of those mappings in `runs` with a region that's wanted.
+    /// The keys of the mappings in `runs` with a region for which `is_wanted` returns true.
     fn keys_among(&self, runs: &[PageRun], is_wanted: impl Fn(&Region) -> bool) -> BTreeSet<RegionKey> {
         let mut keys = BTreeSet::new();
         for run in runs {
@@ -283,8 +283,8 @@ impl Engine {
         }
     }
 
-    /// Notes how far we are in the regions that we're reading whole, and judges the ones that we've read to the end.
-    /// Mappings that the host didn't get to are due again.
+    /// Notes how far we are in the regions that we're reading whole, and judges the ones that we've read to the end. If
+    /// the host didn't get to a mapping, we plan to read the same pages again.
     fn end_examinations(&mut self, unread: &BTreeSet<RegionKey>) {
         for region in self.table.iter_mut() {
             region.survey.record_planned(!unread.contains(&region.view.key));
@@ -302,7 +302,8 @@ impl Engine {
         }
     }
 
-    /// Once a round, regions with all their duplicates merged return to the bottom level, and the index ages.
+    /// Called once a round. Reads regions again that may have more merged pages than we know, moves regions with
+    /// nothing left to mark to the bottom level, and ages the index if it's time.
     fn end_round(&mut self) {
         let is_busy = self.ksmd.scheduler.is_busy();
         let now_ns = self.snapshot.now_ns;

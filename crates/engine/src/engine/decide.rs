@@ -11,12 +11,12 @@ use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
 use crate::units::{Pages, Permyriad};
 
-/// With more regions than this, we only decide at the end of a round.
+/// With more regions than this, we only decide once a round.
 const DECIDED_EACH_CYCLE: usize = 1 << 13;
 
 impl Engine {
-    /// Decides on every region at the end of a cycle, and logs what has changed. With very many regions we only do so
-    /// at the end of a round, since it takes 0.2 us for each.
+    /// Decides on every region at the end of a cycle, and logs all changes. With very many regions we only do so once a
+    /// round, since it takes 0.2 us for each.
     pub(super) fn decide_all(&mut self) {
         if self.table.iter().count() > DECIDED_EACH_CYCLE && !self.plan.reading.new_round {
             return;
@@ -71,18 +71,19 @@ impl Engine {
         Kind::Unknown
     }
 
-    /// Whether we've merged enough of a region on request. If it has relatives, we needn't have read it ourselves.
+    /// Whether we've merged much of a region on request. Perhaps we only read it in a relative that shares it through
+    /// fork.
     fn is_merged(&self, region: &Region) -> bool {
         let merged = region.usage.merged.len();
         merged > Pages(0) && Permyriad::of(merged.0, region.resident().0) >= self.config.threshold()
     }
 
-    /// Whether most of a region's pages rest because merges there don't pay.
+    /// Whether we leave most of a region's pages alone for a time because merges there don't pay.
     fn is_resting(&self, region: &Region) -> bool {
         self.config.filters_cow_breaks() && region.resting() >= self.config.cow_threshold
     }
 
-    /// What happens to a region next. Weighing the evidence takes longest, so we only do it where it matters.
+    /// What happens to a region next. We only compute the evidence where it matters, because that takes longest.
     fn decide(&self, region: &Region, sampled: f64) -> Decision {
         let now_ns = self.snapshot.now_ns;
         if region.hold.is_refused() {

@@ -1,16 +1,18 @@
 //! Pages that processes share through fork.
 //!
-//! Relatives map the same frame at the same address, so we read such a page in one of them only, and their regions
-//! don't count as copies of each other. Each process goes on to map memory of its own right beside what it has
-//! inherited, and we take the two for one region. So relatives' regions overlap, but needn't begin at the same address.
-//! If another program has equal pages, merging has to replace each relative's mapping separately: until the last one is
-//! replaced, the frame stays.
+//! Relatives (processes forked from each other) map the same frame at the same address, so we read such a page in one
+//! of them only, and their regions don't count as copies of each other. Each process goes on to map memory of its own
+//! right beside its inherited memory, and we take the two for one region. So relatives' regions overlap, but needn't
+//! begin at the same address. If another program has equal pages, merging has to replace each relative's mapping
+//! separately: until the last one is replaced, the frame stays.
 //!
-//! With ksmd we mark each relative. So once the first region has duplicates, we read and judge its relatives as well.
+//! With ksmd we mark the pages in each relative. So once we find duplicates in the region where we read the shared
+//! pages, we read and judge its relatives' regions as well.
 //!
-//! On request we name the page in each relative. The frame that stays becomes a merged one for everybody who maps it,
-//! but the kernel only marks the mappings that we name, and memory can only be unmerged where it's marked. So all
-//! relatives' mappings get marked before the first page is merged: we name one page of each as its own replacement.
+//! On request we have the kernel replace the page in each relative. The frame that it keeps becomes a merged one for
+//! everybody who maps it, but the kernel only marks mappings with a page that we gave it, and memory can only be
+//! unmerged where it's marked. So before the first merge we get all relatives' mappings marked: we ask the kernel to
+//! replace one page of each by itself.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -25,22 +27,22 @@ use crate::units::{Vpn, count, index};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// We merge no family of more regions than this. A process can cut what it has inherited into any number, and we walk
-/// all of them for each page.
+/// We don't merge a family with more regions than this. A process can split inherited memory into any number of
+/// regions, and for each page we walk all of them.
 const MEMBERS_MOST: usize = 512;
 
-/// Regions of related processes that overlap.
+/// Overlapping regions of processes that were forked from each other.
 #[derive(Debug)]
 struct Family {
     /// The slots of these regions in the table.
     members: Vec<u32>,
-    /// How many processes they belong to.
+    /// How many processes the members belong to.
     processes: u64,
     /// The process in which we read the shared pages.
     reader: OwnerKey,
-    /// Whether we may merge all of them. If one keeps the frame, merging the others saves nothing.
+    /// Whether we may merge all members. If one of them keeps the frame, merging the others saves nothing.
     is_ours: bool,
-    /// Whether others map most of the pages that they share, too.
+    /// Whether processes outside the family map most of its shared pages, too.
     has_outsiders: bool,
 }
 
@@ -52,8 +54,8 @@ impl Family {
         if owners.len() < 2 {
             return None;
         }
-        // The oldest one is likely the others' ancestor. But a server may fork its workers from one that has loaded
-        // their data.
+        // The oldest process is likely the others' ancestor. But a server may fork its workers from a younger process
+        // that has loaded their data, so we only consider large regions.
         let largest = regions.iter().map(|region| region.view.pages).max()?;
         let large = regions.iter().filter(|region| 2 * region.view.pages.0 >= largest.0);
         let reader = large.min_by_key(|region| region.view.key)?.view.owner;
@@ -132,7 +134,7 @@ impl Engine {
         }
     }
 
-    /// The family of a region that we merge with its relatives, or not at all.
+    /// The family of a region, if we merge all its members or none.
     fn family(&self, region: &Region) -> Option<&Family> {
         if region.fork == Fork::Alone {
             return None;
@@ -140,7 +142,7 @@ impl Engine {
         self.families.get(region)
     }
 
-    /// How many processes share a region through fork, if these are too many to merge it.
+    /// How many processes share a region through fork, if that's too many for merging to pay.
     pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
         let family = self.families.get(region)?;
         let are_many = family.processes > RELATIVES_MOST || family.members.len() > MEMBERS_MOST;
@@ -148,7 +150,7 @@ impl Engine {
     }
 
     /// Whether a region is mostly shared through fork with processes that we don't merge: they're out of scope or left
-    /// alone. So they'd keep the frames.
+    /// alone, and would keep the frames.
     pub(super) fn has_outsiders(&self, region: &Region) -> bool {
         if !region.survey.is_mostly_forked() {
             return false;
@@ -156,7 +158,8 @@ impl Engine {
         self.family(region).is_none_or(|family| family.has_outsiders)
     }
 
-    /// Notes which families mostly have pages that others map, too. Who reads a family's pages leaves such pages unread.
+    /// Notes for each family whether processes outside it map most of its shared pages, too. We leave such pages
+    /// unread.
     pub(super) fn note_outsiders(&mut self) {
         for family in &mut self.families.0 {
             let mut members = family.members.iter().filter_map(|&slot| self.table.get(slot));
@@ -164,7 +167,7 @@ impl Engine {
         }
     }
 
-    /// The relative of a new region that had most pages merged before. The new region maps them, too.
+    /// The older relative of a new region with the most merged pages, which the new region maps, too.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
         let mut parent: Option<&Region> = None;
         for &slot in &self.families.get(child)?.members {
@@ -177,8 +180,9 @@ impl Engine {
         parent
     }
 
-    /// The mappings in `runs` where we read pages that are shared through fork. Each comes with all regions of its families:
-    /// if others map such a page, too, they keep the frame, and on request they'd get it merged.
+    /// The mappings in `runs` where we read pages that are shared through fork, each with all regions of its families.
+    /// So the host can tell if other processes map such a page, too: they keep the frame, and on request they'd get it
+    /// merged.
     pub(super) fn forked_among(&self, runs: &[PageRun]) -> BTreeMap<RegionKey, Vec<Span>> {
         let mut families: BTreeMap<RegionKey, BTreeSet<u32>> = BTreeMap::new();
         for run in runs {
@@ -230,8 +234,8 @@ impl Engine {
         }
     }
 
-    /// Records whether a page has a frame of its own. Among relatives that share a frame of zeros, we take it for the
-    /// first one's. Once a page is merged, we can't tell any more.
+    /// Records whether a page has a frame of its own, which we can't tell any more once it's merged. If relatives share
+    /// a frame of zeros, we record it as that of the relative where we read the shared pages.
     pub(super) fn record_frame(&mut self, slot: u32, sample: &PageSample) {
         let Some(region) = self.table.get(slot) else { return };
         let is_zero = sample.digest == Digest::ZERO;
@@ -251,8 +255,8 @@ impl Engine {
         }
     }
 
-    /// Whether a private page may just be left over: it was shared through fork until ksmd gave the relatives a merged
-    /// frame instead. Zeros that relatives shared are recorded as the first one's own.
+    /// Whether a page may be private only because ksmd merged it in the relatives, who shared its frame through fork
+    /// until then. We record zeros that relatives share as one relative's own ([`Self::record_frame`]).
     fn may_be_left(&self, region: &Region, page: Vpn, is_zero: bool) -> bool {
         let Some(family) = self.family(region) else { return false };
         for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
@@ -279,8 +283,8 @@ impl Engine {
         }
     }
 
-    /// Names the pages of this cycle's pairs in all relatives, too. A pair waits until all relatives' mappings are
-    /// marked. We drop it if one of these pages may not be merged now.
+    /// Extends this cycle's pairs to the same pages of all relatives. A pair waits until all relatives' mappings are
+    /// marked. We drop a pair if one of these pages may not be merged now.
     pub(super) fn name_relatives(&mut self) {
         let mut marking = FxHashSet::default();
         let mut instead: FxHashMap<Location, IndexedPage> = FxHashMap::default();
@@ -308,7 +312,7 @@ impl Engine {
             } else if !self.has_headroom_for(&pair, &pages) {
                 self.note_headroom(pair.take.location.slot);
             } else if !self.requests.name(pair, &pages) {
-                // The page to keep can't have that many sharers. The next ones of this content share this page.
+                // The page to keep can't have that many sharers. From now on we keep this page for the content.
                 self.contents.index.point_to(pair.digest, pair.take.location);
                 let Some(keep) = kept else { continue };
                 let Some(region) = self.table.get(pair.take.location.slot) else { continue };
@@ -319,8 +323,8 @@ impl Engine {
         }
     }
 
-    /// Uses up headroom for the copies of those who map a pair's pages through fork: each may write its own. Nothing is
-    /// merged without room for all. There's room already for the page that stays and for what's merged.
+    /// Uses up headroom for copies of a pair's pages, one for each process that shares them through fork. False if
+    /// there isn't enough for all. The page to keep and pages that are merged already have their headroom.
     fn has_headroom_for(&mut self, pair: &Pair, pages: &[IndexedPage]) -> bool {
         let mut owners = Vec::new();
         for page in pages {
@@ -332,7 +336,7 @@ impl Engine {
         self.room.headroom.take_pages(&owners)
     }
 
-    /// The pages of a pair that are shared through fork, in all relatives. `None` if one of them may not be merged now.
+    /// A pair's pages that are shared through fork, in each relative. `None` if one of them may not be merged now.
     fn pages_of_families(&self, pair: &Pair) -> Option<Vec<IndexedPage>> {
         let mut pages = Vec::new();
         for named in [Some(pair.take), pair.keep].into_iter().flatten() {
@@ -356,8 +360,8 @@ impl Engine {
         Some(pages)
     }
 
-    /// How many processes may map a page as far as we know: the members of its family that have the address, but for
-    /// those of which we know that they have a page of their own there.
+    /// How many processes map a page, as far as we know: the members of its family that have this address, except those
+    /// that we know to have a page of their own there.
     fn known_mappers(&self, page: IndexedPage) -> u32 {
         let Some(region) = self.table.get(page.location.slot) else { return 1 };
         let Some(family) = self.family(region).filter(|_| !region.usage.own.contains(page.page)) else { return 1 };

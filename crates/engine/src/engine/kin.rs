@@ -1,19 +1,21 @@
-//! Merges regions with their kin by position, on kernels that merge pages on request.
+//! Merges regions with their kin (older clones) by position: unread pages, with the pages at equal offsets. Only on
+//! kernels that merge pages on request.
 //!
-//! Most duplicates on real hosts are relatives: clones of one image, guests of one template. Their equal pages lie at
-//! equal offsets. So we read one member of such a family whole, the one that's been there longest. Another member whose
-//! samples agree with it is named to the kernel in long runs, page for page. We only read what's left, which includes
-//! all zeros: the member that we've read maps the zero page there, so the kernel finds nothing to merge with.
+//! On real hosts, most duplicates are in clones of one image or guests of one template, at equal offsets. So we read
+//! the oldest region of such a family whole. If the samples of a younger one agree with it, we have the kernel compare
+//! and merge the two page by page, in long runs. After that we only read the pages that didn't merge, such as zeros:
+//! there the older region maps the zero page, so the kernel finds nothing to merge with.
 //!
-//! Nobody has looked at these pages, so the host looks at those to replace, just before it names them
-//! ([`MergeRange::needs_own`](crate::host::MergeRange::needs_own)): a process that we don't see may share some through
-//! fork. The kernel looks at those to keep ([`MergeRange::keep_mappers`](crate::host::MergeRange::keep_mappers)).
+//! A process that we don't see may share some of these unread pages through fork. So the host checks the pages to
+//! replace just before the merge ([`MergeRange::needs_own`](crate::host::MergeRange::needs_own)), and the kernel checks
+//! the pages to keep ([`MergeRange::keep_mappers`](crate::host::MergeRange::keep_mappers)).
 //!
-//! A program fills its memory in its first moments, so once we're through and many pages of the newcomer weren't there,
-//! we name these again a little later, for as long as more of them appear. Only then we read what's left.
+//! A program fills its memory in its first moments. So if many pages of the new region were absent, we try these again
+//! a little later, for as long as more of them appear, and read the rest after that.
 //!
-//! A page that differs costs a comparison, so each family has credit: what merges earns a third of its pages, and what's
-//! named in vain is lost. At most a quarter of the named pages and the first credit are lost. Then the family rests.
+//! A page that differs costs a comparison, so each family has a credit of pages: three pages that merge earn one, and a
+//! page that differs costs one. So besides the first credit, at most a quarter of all comparisons are in vain. Once the
+//! credit is used up, we merge no unread pages of the family for some rounds.
 
 use super::Engine;
 use crate::config::Only;
@@ -25,30 +27,29 @@ use crate::sampling::ladder::{CYCLE_PAGES, LONG_LIVED};
 use crate::units::Vpn;
 use rustc_hash::FxHashMap;
 
-/// A family's credit in pages: at first, at most, and when it has to rest.
+/// A family's credit in pages: at first, at most, and the least with which we go on.
 const FIRST_CREDIT: u64 = 256;
 const CREDIT_MOST: u64 = 65_536;
 const CREDIT_MIN: u64 = 64;
-/// For how many rounds we merge nothing by position then.
+/// With less credit, we merge no unread pages of the family for this many rounds.
 const REST_ROUNDS: u64 = 64;
-/// After this time we name pages again that weren't there, nanoseconds, if they're more than this part of kin's pages...
+/// After this time, nanoseconds, we try absent pages again if they're more than one in `MISSING_PART` of the older
+/// clone's pages and, since the last try, more than one in `APPEARED_PART` of them has appeared.
 const AGAIN_NS: u64 = 250_000_000;
 const MISSING_PART: u64 = 64;
-/// ... and more than this part of them has appeared in the meantime: we follow a program that fills its memory within
-/// some seconds.
 const APPEARED_PART: u64 = 16;
 /// We remember at most this many families.
 const FAMILIES_MOST: usize = 4_096;
 
-/// How it went for each family.
+/// How well merging unread pages has worked for each family.
 #[derive(Debug, Default)]
 pub(super) struct KinRecords(FxHashMap<FamilyKey, KinRecord>);
 
 #[derive(Clone, Copy, Debug)]
 struct KinRecord {
-    /// How many pages we may name.
+    /// How many pages we may have the kernel compare.
     credit: u64,
-    /// We name nothing before this round.
+    /// We merge no unread pages of the family before this round.
     rests_until: u64,
 }
 
@@ -59,7 +60,7 @@ impl Default for KinRecord {
 }
 
 impl KinRecord {
-    /// Records the outcome of pages whose credit is taken.
+    /// Records what became of pages that we've taken from the credit.
     fn record(&mut self, merging: Merging, pages: u64) {
         let back = match merging {
             Merging::Merged | Merging::Shared => pages + pages / 3,
@@ -69,7 +70,7 @@ impl KinRecord {
         self.credit = (self.credit + back).min(CREDIT_MOST);
     }
 
-    /// Lets the family rest if its credit is used up.
+    /// Stops merging unread pages of the family for some rounds if its credit is used up.
     fn judge(&mut self, round: u64) {
         if self.credit < CREDIT_MIN {
             *self = Self { rests_until: round + REST_ROUNDS, ..Self::default() };
@@ -77,19 +78,18 @@ impl KinRecord {
     }
 }
 
-/// The next pages to name.
+/// The next unread pages to merge with an older clone's.
 struct KinRun {
     take: Vpn,
-    /// The slot of the region whose pages stay, and the first of them.
+    /// The slot of the older clone's region, and the first of its pages, which we keep.
     slot: u32,
     keep: Vpn,
-    /// None if we have to wait for kin.
+    /// How many pages. 0 while we have to wait until the older clone is read.
     pages: u64,
 }
 
 impl Engine {
-    /// The older mapping of the same family that has the content of a page at the same offset, if the index points
-    /// there.
+    /// If the index points to an equal page at the same offset of an older mapping of the family: that mapping.
     pub(super) fn kin_at(&self, region: &Region, sample: &PageSample) -> Option<RegionKey> {
         let known = self.contents.index.page_of(sample.digest.in_domain(region.view.domain))?;
         let other = self.table.get(known.slot)?;
@@ -101,8 +101,9 @@ impl Engine {
         is_kin.then_some(other.view.key)
     }
 
-    /// Takes newcomers that agree with kin for clones, which live as long as others of their family. While the family is
-    /// as young as the run, nothing else tells us. If they don't live long, their ends will.
+    /// Takes new regions whose samples agree with an older region for its clones, and expects them to live long: the
+    /// run may be too young to know how long regions of the family live. If the clones end young, we learn that from
+    /// their ends.
     pub(super) fn welcome_clones(&mut self) {
         let mut clones = Vec::new();
         for (slot, region) in self.table.numbered() {
@@ -123,10 +124,10 @@ impl Engine {
         }
     }
 
-    /// Names the next pages of regions that have kin, within what the cycle may cost.
+    /// Merges the next pages of regions that have an older clone, as many as the cycle's CPU time allows.
     pub(super) fn name_kin(&mut self) {
         let room = (self.spending.room_ns(self.pace()) / self.ladder.sample_ns()).min(CYCLE_PAGES);
-        // As with samples, this shouldn't wait until we've read gigabytes.
+        // Like sampling, this gets a quarter of the cycle at least: it shouldn't wait until we've read gigabytes.
         let mut left = room.saturating_sub(self.plan.read).max(room / 4);
         let waiting = self.table.numbered().filter(|(_, region)| region.next_for_kin().is_some());
         let waiting: Vec<_> = waiting.map(|(slot, region)| (slot, region.view.family)).collect();
@@ -136,7 +137,7 @@ impl Engine {
                 self.table.get_mut(slot).into_iter().for_each(Region::end_kin);
                 continue;
             }
-            // Now we know what has become of the pages before.
+            // By now we know what became of the previous pages.
             self.end_pass(slot);
             loop {
                 let passed = self.name_next(slot, left, &mut record);
@@ -151,13 +152,14 @@ impl Engine {
         }
     }
 
-    /// Whether we know all that we need to say which page stays. With several memory nodes we'd have to read the page's
-    /// node.
+    /// Whether we may merge unread pages. With several NUMA nodes we may not: to choose which of two pages to keep,
+    /// we'd have to look up their nodes.
     fn may_name_kin(&self) -> bool {
         self.snapshot.ksm.ours && self.config.only == Only::All && self.snapshot.nodes.len() <= 1
     }
 
-    /// The next pages of a region to name, in one block of kin's. `None`: there are none.
+    /// The next unread pages of a region to merge, within one block of the older clone's mapping. `None` if we can't go
+    /// on.
     fn next_run(&self, region: &Region) -> Option<KinRun> {
         let take = region.next_for_kin()?;
         let (slot, keep) = self.page_of_kin(region, region.kin.as_ref()?.kin, take)?;
@@ -167,7 +169,8 @@ impl Engine {
             return None;
         }
         let must_wait = match other.life.judgement() {
-            // What we read in this cycle is named in this cycle, its zeros among it.
+            // Pages of the older clone that we've read in this cycle may get merged in this cycle themselves, zeros
+            // among them.
             Some(judgement) => judgement.at_ns >= self.snapshot.now_ns,
             None if !other.life.is_reading() || other.survey.is_out_of_reach() => return None,
             None => true,
@@ -175,7 +178,7 @@ impl Engine {
         Some(KinRun { take, slot, keep, pages: if must_wait { 0 } else { most } })
     }
 
-    /// Kin's page at the same offset, and the slot of its region.
+    /// The page at the same offset of the mapping `kin`, and the slot of its region.
     fn page_of_kin(&self, region: &Region, kin: RegionKey, page: Vpn) -> Option<(u32, Vpn)> {
         let (first, pages) = self.table.mapping(region.view.key)?;
         let (kin_first, kin_pages) = self.table.mapping(kin)?;
@@ -184,7 +187,7 @@ impl Engine {
         (pages == kin_pages).then_some((slot, at))
     }
 
-    /// Decides what follows if we've named all pages of a region: nothing, or the missing ones later, or now.
+    /// If we've been through all pages of a region, decides whether and when to try the missing ones again.
     fn end_pass(&mut self, slot: u32) {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get(slot) else { return };
@@ -203,20 +206,22 @@ impl Engine {
         }
     }
 
-    /// How many pages of a region aren't there yet, as far as kin tells, if more may well come.
+    /// How many of the older clone's pages are still missing from a region. `None` if we don't expect many more to
+    /// appear.
     fn missing(&self, region: &Region) -> Option<u64> {
         let pass = region.kin.as_ref()?;
         let (slot, _) = self.page_of_kin(region, pass.kin, region.view.first)?;
         let kin = self.table.get(slot)?;
-        // Kin's zeros are merged with the zero page.
+        // The older clone's zeros are merged with the zero page.
         let present = kin.view.resident.0.saturating_sub(kin.usage.own.len().0);
         let missing = present.saturating_sub(region.usage.merged.len().0 + pass.left_out.len().0);
         let appeared = pass.missing.saturating_sub(missing);
         (missing > present / MISSING_PART && appeared > missing / APPEARED_PART).then_some(missing)
     }
 
-    /// Whether a region may be merged with its kin unread. Relatives by fork share frames already, and where something
-    /// was merged before, we don't know with whom. Below a cgroup's limit we need to know which page stays.
+    /// Whether a region may be merged unread with its older clone `kin`. Relatives by fork share frames already, and of
+    /// pages that were merged before, we don't know the partners. Below a cgroup's limit we must know which page is
+    /// kept.
     fn may_be_merged(&self, region: &Region, kin: &Region) -> bool {
         let now_ns = self.snapshot.now_ns;
         let mut may_be = region.is_younger_kin(kin) && region.view.lineage != kin.view.lineage;
@@ -228,7 +233,8 @@ impl Engine {
         may_be
     }
 
-    /// Names the next pages of a region, and passes at most this many. Returns how many it has passed.
+    /// Goes on by at most `most` pages of a region, and asks the kernel to merge those that are fit. Returns by how
+    /// many.
     fn name_next(&mut self, slot: u32, most: u64, record: &mut KinRecord) -> u64 {
         let Some(region) = self.table.get(slot) else { return 0 };
         if region.next_for_kin() == Some(region.end()) {
@@ -260,7 +266,7 @@ impl Engine {
         pages
     }
 
-    /// Records what became of the pages that we named by position.
+    /// Records what became of unread pages that we asked the kernel to merge.
     pub(super) fn record_kin(&mut self, merges: &[MergeResult]) {
         let records = &mut self.experience.kin.0;
         for result in merges.iter().filter(|result| result.range.needs_own) {

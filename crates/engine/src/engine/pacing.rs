@@ -7,13 +7,14 @@ use crate::host::{Cost, Snapshot};
 use crate::limits::Allowance;
 use crate::sampling::ladder::matures_ns;
 
-/// While ksmd works, we observe the host at least this often, nanoseconds.
+/// While ksmd works, we observe the host at most this often, nanoseconds.
 const OBSERVE_NS: u64 = 50_000_000;
 /// Watching ksmd may take one part in this many of the CPU time that the governor grants.
 const OBSERVE_PART: u64 = 10;
 /// We assume an observation costs this much until we've measured one, nanoseconds.
 const OBSERVE_COST_NS: u64 = 200_000;
-/// Reading and ksmd stay within the share over this time, so that programs never wait long, nanoseconds.
+/// Reading and ksmd stay within the share of a core over any period of this length, nanoseconds, so that programs never
+/// wait long for a CPU.
 const SMOOTH_NS: u64 = 1_000_000_000;
 
 /// How much CPU time and how many actions we may spend, and how much we've spent.
@@ -70,7 +71,8 @@ impl Spending {
     /// Learns from a whole cycle's CPU time how much observing costs.
     fn record_cycle(&mut self, cycle_ns: u64) {
         let observed_ns = cycle_ns.saturating_sub(self.last_read_ns);
-        // If reading took most of the cycle, most of the rest went into judging the samples.
+        // If reading took most of the cycle, most of its other CPU time went into judging the samples, not into
+        // observing.
         if self.changed_targets || observed_ns <= self.last_read_ns {
             return;
         }
@@ -80,9 +82,9 @@ impl Spending {
         self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
     }
 
-    /// How long to sleep between two looks at ksmd's work.
+    /// How long to sleep between two observations of ksmd's work.
     fn observe_ns(&self, pace: Pace) -> u64 {
-        // Observing takes at most half of the share, so that reading gets the rest.
+        // If observing is expensive, it may take up to half of the share, and reading gets the rest.
         let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
         period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns)
     }

@@ -14,7 +14,7 @@ pub(super) trait Planner {
     /// whether merging the page would save memory.
     fn record_page(&self, engine: &mut Engine, slot: u32, sample: &PageSample, duplicate: bool) -> bool;
 
-    /// The orders of this cycle, once all its samples are judged.
+    /// The actions of this cycle, once all its samples are judged.
     fn actions(&self, engine: &mut Engine) -> Actions;
 
     /// How many of a region's pages are or may be merged, besides the ones that wait for unmarking.

@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 
 #[derive(Debug, Default)]
 pub(super) struct CopyRoom {
-    /// How much memory stays free.
+    /// Whether enough memory is free for copies of merged pages.
     pub reserve: Reserve,
     /// How much we may still merge below cgroup limits.
     pub headroom: Headroom,
@@ -51,7 +51,7 @@ impl Engine {
         let Snapshot { memory, limits, .. } = &self.snapshot;
         let waiting = self.ksmd.marker.unmarking.waiting().by_region(&self.table);
         let mergeable = by_owner(&self.table, limits, |region| {
-            // Until it's unmarked, it's still merged, though it's no longer among the marks.
+            // Memory that waits for unmarking is still merged, though it's no longer among the marks.
             let waiting = waiting.get(&Place::of(region)).copied().unwrap_or_default();
             (planner.mergeable(region) + waiting).min(region.resident())
         });
@@ -66,7 +66,7 @@ impl Engine {
         }
     }
 
-    /// Judges again the regions that now have headroom and had none. Returns whether there are any.
+    /// Judges regions again that had no headroom and now have some. Returns whether there are any.
     fn judge_full_again(&mut self) -> bool {
         let planner = self.planner();
         let now_ns = self.snapshot.now_ns;

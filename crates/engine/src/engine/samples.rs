@@ -1,4 +1,4 @@
-//! What a sampled page tells us about its region.
+//! Records sampled pages, and what they tell us about their regions.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -48,7 +48,7 @@ impl Engine {
         if sample.outsiders && sample.state == PageState::Shared {
             region.usage.outside.insert(sample.page);
         } else if !by_marks || sample.state != PageState::Merged {
-            // With ksmd the page may be merged along with its neighbours, and the others keep the old frame.
+            // We keep a page that ksmd has merged in the set: outsiders may still map the frame that it had before.
             region.usage.outside.remove(sample.page);
         }
         if sample.state == PageState::Shared {
@@ -168,8 +168,8 @@ impl Engine {
             tally.copies += match seen {
                 Occurrences::None => 0,
                 Occurrences::One(_) => 1,
-                // Each earlier page has gained a copy, too. The index doesn't point to all of them, so we count their
-                // new copies here.
+                // Each of the earlier pages has gained a copy, too. The index doesn't point to all these pages, so we
+                // count their new copies here.
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }
@@ -204,7 +204,8 @@ impl Engine {
         self.contents.index.record(digest, location)
     }
 
-    /// Once we find the first copy of a content, the page where we first saw it is a duplicate, too: counts that page.
+    /// When we see a content for the second time, the page where we first saw it turns out to be a duplicate, too.
+    /// Counts that page.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
         let by_marks = self.carrier().by_marks;

@@ -88,10 +88,10 @@ fn activity(engine: &Engine, totals: &RegionTotals) -> Activity {
     }
 }
 
-/// The share of a core is over at least this time, nanoseconds.
+/// We compute the used share of a core over at least this time, nanoseconds.
 const SHORTEST_NS: u64 = 1_000_000_000;
 
-/// Over the last ten seconds, or since the run began if that's less.
+/// The share of a core used over the last ten seconds, or since the run began if that's less.
 fn used_share(engine: &Engine) -> f64 {
     let up_ns = engine.ledger.now_ns - engine.ledger.began_ns;
     engine.spending.total.spent_ns(WINDOW_NS) as f64 / up_ns.clamp(SHORTEST_NS, WINDOW_NS) as f64

@@ -4,15 +4,15 @@
 //! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory only costs scan time
 //! and ksmd's records, so we unmark it, and try again after a pause that doubles.
 //!
-//! Memory that was swapped out isn't merged either when it comes back, but ksmd merges it again. So we expect nothing of
-//! pages that ksmd hasn't visited twice since they came. And the copies may have ended, may have been rewritten, or we
-//! don't mark them: they're too young, too few in their region, or a limit has no headroom. So we judge no region before
-//! samples have found its pages unmerged along with copies in other marked memory. They may have been written since
-//! ksmd's last scan, so ksmd visits them twice more before we believe it.
+//! Pages that come back from swap aren't merged either, but ksmd merges them again. So we expect nothing of pages that
+//! ksmd hasn't visited twice since they appeared. Also, a page's copies may be gone, rewritten or unmarked (too young,
+//! too few in their region, or without headroom). So we only judge a region once samples have found unmerged pages in
+//! it with unmerged copies in other marked memory. Programs may have written both since ksmd's last scan, so we have
+//! ksmd visit all marks twice more before we judge.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
-//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and look again after two
-//! more scans.
+//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and check the others
+//! after two more scans.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -23,9 +23,10 @@ use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
-/// We only judge once ksmd has rested for this long, nanoseconds. So the count is later than ksmd's last merges.
+/// We only judge once ksmd has been idle for this long, nanoseconds. So the count of merged pages is later than ksmd's
+/// last merges.
 const RESTED_NS: u64 = 1_000_000_000;
-/// We only judge a region if a count looks up at least this many of its duplicates.
+/// We only judge a region if a count of merged pages looks up at least this many of its duplicates.
 const EXPECTED_MIN: u64 = 256;
 /// We only judge a region once samples have found this many of its pages unmerged although ksmd could merge them.
 const MERGEABLE_MIN: u64 = 16;
@@ -35,8 +36,8 @@ const MERGED_PART: u64 = 8;
 const AT_ONCE: usize = 4;
 
 impl Engine {
-    /// Notes that ksmd hasn't merged a duplicate in marked memory, if it should have: the other page lies in marked memory,
-    /// too, and most duplicates there aren't merged either. So both are still as we know them.
+    /// Notes that ksmd hasn't merged a duplicate in marked memory, if it should have: its copy lies in marked memory,
+    /// too, and most duplicates there aren't merged either. So both pages are likely unchanged.
     pub(super) fn note_unmerged(&mut self, slot: u32, sample: &PageSample) {
         if sample.digest == Digest::ZERO {
             if let Some(region) = self.table.get_mut(slot) {

@@ -20,11 +20,12 @@ impl Planner for Marks {
 
     fn actions(&self, engine: &mut Engine) -> Actions {
         engine.take_back();
-        // ksmd waits until the span that we unmark now is unmarked.
+        // We ask before `unmark` takes the next span from its queue: until that span is unmarked, too, ksmd must wait.
         let hold = engine.may_not_merge();
         let unmark = engine.unmark();
         if !engine.room.reserve.is_short() {
-            // We do this before we plan new marks, so that a small batch of them can share its scans.
+            // We request scans of old marks before we plan new ones, so that a small batch of new marks can share these
+            // scans.
             engine.refresh_marks();
         }
         if engine.snapshot.foreign_marks {
@@ -71,7 +72,8 @@ impl Engine {
         marker.refresh(&mut self.table, *now_ns, ksm.broken, scheduler, pace);
     }
 
-    /// Whether marks should wait for regions that we're still reading. They don't wait for what the host can't read now.
+    /// Whether marks should wait for regions that we're still reading. They don't wait for what the host can't read
+    /// now.
     fn waits_for_reading(&self) -> bool {
         if !self.plan.reading.foreground {
             return false;
@@ -91,8 +93,8 @@ impl Engine {
         marker.mark(&mut self.table, now_ns, more, pace, means, &self.config)
     }
 
-    /// The order for ksmd. `none_marked` means that we mark nothing in this cycle, and `hold` that nothing may be merged
-    /// now.
+    /// The order for ksmd. `none_marked` means that we mark nothing in this cycle, and `hold` that nothing may be
+    /// merged now.
     fn order_scan(&mut self, none_marked: bool, hold: bool) -> ScanOrder {
         let pace = self.pace();
         let inputs = Inputs {

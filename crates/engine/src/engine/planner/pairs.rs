@@ -42,8 +42,8 @@ impl Planner for Pairs {
         Actions { unmark, merge, moves, ..Actions::default() }
     }
 
-    /// The pages that we've merged, or all resident pages if others may have been merged, too. Where the kernel calls
-    /// fork-shared pages merged, an earlier run may have merged those that outsiders map.
+    /// The pages that we've merged, or all resident pages if more may be merged than we know. In marked mappings, Linux
+    /// 6.12 shows fork-shared pages as merged, too, so an earlier run may have merged the ones that outsiders map.
     fn mergeable(&self, region: &Region) -> Pages {
         if region.usage.readings_due > 0 {
             return region.resident();
@@ -69,7 +69,7 @@ impl Planner for Pairs {
 
 impl Engine {
     /// If a page is a duplicate, asks to merge it with the page that holds the same content, provided that both may be
-    /// merged. A page that we leave alone for now ([`Region::may_be_named`]) doesn't count as a duplicate.
+    /// merged. If we leave a page alone for now ([`Region::may_be_named`]), it doesn't count as a duplicate.
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
@@ -112,7 +112,7 @@ impl Engine {
                 Stays::Both => false,
             };
         } else {
-            // We can't name the known page now, but we may have merged other pages with it before.
+            // We can't merge with the known page now, but other pages may have been merged with it before.
             self.requests.leave_behind(digest);
         }
         if !named {
@@ -125,7 +125,7 @@ impl Engine {
         }
     }
 
-    /// Which of two equal pages stays.
+    /// Which of two equal pages the kernel should keep.
     fn choose(&mut self, known: IndexedPage, new: IndexedPage) -> Stays {
         let Some(other) = self.table.get(known.location.slot) else { return Stays::Both };
         let Some(region) = self.table.get(new.location.slot) else { return Stays::Both };
@@ -155,7 +155,7 @@ impl Engine {
         on_request && has_merged && self.room.headroom.is_limited(region.view.owner)
     }
 
-    /// Notes if a process has no headroom left. We read the region again once there is some.
+    /// If a region's process has no headroom left, notes the limit. We read the region again once there's headroom.
     pub(in crate::engine) fn note_headroom(&mut self, slot: u32) {
         let Some(region) = self.table.get_mut(slot) else { return };
         if let Some(limit) = self.room.headroom.full(region.view.owner) {
@@ -163,7 +163,7 @@ impl Engine {
         }
     }
 
-    /// The page that the index has for a content, if it's in this trust domain and we may name it.
+    /// The page that the index has for a content, if it's in this trust domain and may be merged now.
     fn page_to_name(&self, kept: Location, domain: DomainKey) -> Option<IndexedPage> {
         let region = self.table.get(kept.slot)?;
         let page = region.page_at(kept.offset);
@@ -173,8 +173,8 @@ impl Engine {
         may_be_named.then_some(IndexedPage { region: region.view.key, page, location: kept })
     }
 
-    /// Records a merged page. If the index points to another page for its content, we ask to merge the two. This page
-    /// stays, unless the other one is merged as well. Returns whether we've named a pair.
+    /// Records a merged page. If the index points to another page for its content, we ask to merge the two: the kernel
+    /// keeps this page, or the other one if that's merged as well. Returns whether we've asked.
     fn pair_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
         let Some(region) = self.table.get_mut(slot) else { return false };
         region.usage.note_merged(sample.page, sample.digest);
@@ -209,7 +209,7 @@ impl Engine {
             let needs_merged = self.needs_merged(known);
             return !self.requests.is_kept(own.location) && self.requests.add(own, known, digest, needs_merged);
         }
-        // The program may write the page before we merge.
+        // This page's program may write it before the merge, hence `needs_merged`.
         !self.requests.is_kept(kept) && self.requests.add(known, own, digest, self.needs_merged(own))
     }
 }
