@@ -30,14 +30,14 @@ use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// We don't merge pages that more processes than this share through fork. All their mappings together free one frame,
-/// and each costs ksmd 12 us and 64 bytes of records, or us some 1.5 us on request.
+/// We don't merge pages that more processes than this share through fork. Merging all their mappings frees only one
+/// frame, and each mapping costs ksmd 12 us and 64 bytes of records, or us some 1.5 us on request.
 pub const RELATIVES_MOST: u64 = 20;
 
-/// A block where we've visited this many pages and found none present has next to none.
+/// If we've visited this many pages of a region and found none present, the region has next to none.
 const EMPTY_FROM: u64 = 64;
 
-/// Who reads the pages that a region shares with other processes through fork.
+/// Where we read the pages that a region shares with other processes through fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fork {
     /// The region has no relatives in scope.
@@ -47,7 +47,8 @@ pub enum Fork {
     First,
     /// We read the shared pages in the first of its relatives.
     Relative,
-    /// The first relative has duplicates. ksmd replaces each mapping separately, so we read the shared pages here, too.
+    /// We've found duplicates in the first of its relatives. ksmd replaces each mapping separately, so we read the
+    /// shared pages here, too.
     Follows,
 }
 
@@ -70,9 +71,10 @@ pub struct Region {
     /// What the region's process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
-    /// The number of its family by fork: other processes in scope, related to its own, have regions that overlap it.
+    /// The number of the region's family by fork, if it overlaps regions of other processes in scope that are related
+    /// to its own.
     pub relatives: Option<u32>,
-    /// If we merge the region with its kin before we read the rest of it: how far we are.
+    /// If we merge unread pages with an older clone's before we read the rest of the region: how far we are.
     pub kin: Option<KinPass>,
     /// Why we leave the region alone, and until when.
     pub hold: Hold,
@@ -116,7 +118,7 @@ impl Region {
     /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
-        // Somebody may have unmarked the region since we named a page in it.
+        // Somebody may have unmarked the region since the kernel marked it for us.
         self.usage.named &= view.named || !self.view.named;
         self.view = view;
         self.hold.left_alone = view.left_alone;
@@ -146,7 +148,7 @@ impl Region {
         PageRun { region: self.view.key, first, pages: u32::try_from(pages.0).unwrap_or(u32::MAX) }
     }
 
-    /// Whether the region is marked because we named a page in it on request.
+    /// Whether the region is marked because we asked the kernel to merge a page in it.
     pub fn is_named(&self) -> bool {
         self.view.named || self.usage.named
     }
@@ -185,7 +187,7 @@ impl Region {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of its duplicates that we didn't mark, because their extents weren't worth it: 0 to 1. It's 0 on
+    /// The share of duplicates in the extents that we didn't mark because they weren't worth it: 0 to 1. It's 0 on
     /// request, which needs no marks, and in a region that we left alone, which may have changed since.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
         if !mechanism.carrier().by_marks || self.hold.reason().is_some() {
@@ -215,7 +217,8 @@ impl Region {
         Vpn(self.base.0.wrapping_add_signed(offset))
     }
 
-    /// Roughly how many of its pages ksmd has merged: the duplicates among the pages it has visited.
+    /// Roughly how many of the region's pages ksmd has merged: the duplicates among the marked pages that it has
+    /// visited.
     pub fn merged_by_ksmd(&self) -> Pages {
         let marked = self.marks.counts();
         let visited = self.marks.visited.0.min(marked.resident.0);
@@ -227,12 +230,14 @@ impl Region {
         2.0 * self.marks.samples.unmerged_share() > self.marks.counts().ratio()
     }
 
-    /// Whether we may request merges of its pages: it was worth reading whole, and we don't leave it alone.
+    /// Whether we may request merges of the region's pages: the region was worth reading whole, and we don't leave it
+    /// alone.
     pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
         !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
-    /// Starts to read the region whole, on the top level. If nothing was merged before, we merge it with its kin first.
+    /// Starts to read the region whole, on the top level. If nothing in it was merged before, we first merge unread
+    /// pages with those of an older clone, if there is one.
     pub fn examine(&mut self, top: usize) {
         let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
         let found = self.survey.kin.found().filter(|_| is_fresh);
@@ -242,31 +247,31 @@ impl Region {
         self.survey.start_examination();
     }
 
-    /// Whether another region has the same family and trust domain, so that their equal pages may lie at equal offsets,
-    /// and has been there for longer.
+    /// Whether `other` is an older region of the same family and trust domain, so that equal pages may lie at equal
+    /// offsets.
     pub fn is_younger_kin(&self, other: &Self) -> bool {
         let is_kin = self.view.family == other.view.family && self.view.domain == other.view.domain;
         is_kin && (other.seen_ns, other.view.key) < (self.seen_ns, self.view.key)
     }
 
-    /// The next page to name by position, at the region's end if we wait for more.
+    /// The next unread page to merge with an older clone's. The region's end if we wait for more pages to appear.
     pub fn next_for_kin(&self) -> Option<Vpn> {
         self.kin.as_ref()?.next.filter(|_| self.life.is_reading())
     }
 
-    /// Names no more pages by position.
+    /// Merges no more unread pages.
     pub fn end_kin(&mut self) {
         if let Some(pass) = &mut self.kin {
             pass.next = None;
         }
     }
 
-    /// Whether we may name a page by position. We only merge a page that was written after a merge once we've read it.
+    /// Whether we may merge a page unread. If it was written after an earlier merge, we must read it first.
     pub fn is_fit_for_kin(&self, page: Vpn, now_ns: u64) -> bool {
         !self.usage.written.contains(page) && !self.usage.is_busy(page, now_ns)
     }
 
-    /// Counts a page that was merged by position, as if we had read it and found it unchanged.
+    /// Counts a page that was merged unread, as if we had read it and found it unchanged.
     pub fn count_merged(&mut self, page: Vpn) {
         self.survey.record_unchanged(self.offset(page));
         let extent = self.extents.entry(page.extent()).or_default();
@@ -274,7 +279,7 @@ impl Region {
         extent.duplicate += 1;
     }
 
-    /// The next pages to read whole from this one on, at most an extent. Leaves out pages merged by position.
+    /// The next pages to read whole from this one on, at most an extent. Leaves out pages that were merged unread.
     pub fn next_to_read(&self, mut first: Vpn) -> (Vpn, u64) {
         let is_known = |page| self.kin.is_some() && self.usage.merged.contains(page);
         while first < self.end() && is_known(first) {
@@ -285,15 +290,15 @@ impl Region {
         (first, pages)
     }
 
-    /// Whether we may name a page: it isn't in use, its program doesn't keep writing to it after merges, and nobody maps it
-    /// whom we leave alone.
+    /// Whether we may ask the kernel to merge a page: it isn't in use, its program doesn't keep writing to it after
+    /// merges, and no process outside its family maps it.
     pub fn may_be_named(&self, page: Vpn, now_ns: u64) -> bool {
         let rests = self.usage.cow_breaks.rests(page) && self.usage.written.contains(page);
         !rests && !self.usage.is_busy(page, now_ns) && !self.usage.outside.contains(page)
     }
 
-    /// The share of its pages that rest: we leave them alone for a time because merges there don't pay. On request only
-    /// written pages rest.
+    /// The share of the region's pages that we leave alone for a time because merges there don't pay. On request only
+    /// pages that were written after a merge count.
     pub fn resting(&self) -> Permyriad {
         let mut pages = 0;
         for (number, _) in self.usage.cow_breaks.resting() {
@@ -306,8 +311,8 @@ impl Region {
         if pages == 0 { Permyriad(0) } else { Permyriad::of(pages, self.counts().resident.0) }
     }
 
-    /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
-    /// decide.
+    /// Forgets the digests of the region's pages. If we've merged some of them, we read the region whole again.
+    /// Otherwise we let new samples decide.
     pub fn forget_digests(&mut self, top: usize) {
         self.kin = None;
         self.usage.cow_breaks.forget_pages();
@@ -344,8 +349,9 @@ impl Region {
         self.usage.cow_breaks.forget_pages();
     }
 
-    /// Whether reading a page can still show if its process uses it. Our second read of a page makes it active, so only
-    /// the first two reads count: the first two passes of sampling, or the first pass and reading the region whole.
+    /// Whether reading a page can still show if the page's process uses it. Our second read of a page makes it active,
+    /// so only the first two reads count: the first two passes of sampling, or the first pass and reading the region
+    /// whole.
     pub fn shows_activity(&self) -> bool {
         let cycles = if self.life.is_reading() { 1 } else { 2 };
         !self.usage.activity_known && self.survey.visited() <= cycles * self.view.pages.0
@@ -356,7 +362,7 @@ impl Region {
         if self.is_marked_whole() { self.view.resident.saturating_sub(self.marks.visited) } else { Pages(0) }
     }
 
-    /// How many of these pages are duplicates if they're like the ones that we marked.
+    /// How many of the [`Self::grown`] pages are duplicates if they're like the ones that we marked.
     pub fn grown_duplicates(&self) -> Pages {
         let counts = self.marks.counts();
         let ratio = if counts.resident == Pages(0) { 1.0 } else { counts.ratio() };
@@ -421,13 +427,14 @@ impl Region {
         !self.in_blocks && self.view.pages < SPLIT_FROM
     }
 
-    /// How many parts of its mapping are marked separately. Marks of a whole mapping, or of all its blocks, don't split it.
+    /// How many parts of its mapping are marked separately. Marks of a whole mapping, or of all its blocks, don't split
+    /// it.
     pub fn parts(&self) -> usize {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
         if marked < self.view.pages { self.marks.spans.len() } else { 0 }
     }
 
-    /// The numbers of its extents.
+    /// The numbers of the region's extents.
     pub fn extent_numbers(&self) -> Range<u64> {
         self.view.first.extent()..self.end().0.div_ceil(EXTENT_PAGES)
     }
@@ -437,8 +444,8 @@ impl Region {
         self.view.marked >= self.view.pages
     }
 
-    /// Where the region's pages may be merged: in its marks (ours and other programs'), or anywhere if we've named
-    /// pages in it.
+    /// Where the region's pages may be merged: in all of it if the host sees any marks there or we've merged pages on
+    /// request, or else in the spans that we've just marked. Leaves out parts that we know to be empty.
     pub fn mergeable_runs(&self) -> Vec<(Vpn, Pages)> {
         let is_whole = self.view.marked > Pages(0) || self.view.named || !self.usage.merged.is_empty();
         if !is_whole {
@@ -466,7 +473,7 @@ impl Region {
         runs
     }
 
-    /// The resident pages and duplicates in it, once we've read it whole.
+    /// The region's resident pages and duplicates, once we've read it whole.
     pub fn counts(&self) -> Counts {
         self.extents.values().map(Extent::counts).sum()
     }
@@ -478,14 +485,14 @@ impl Region {
         (duplicate > Pages(0)).then_some(Candidate { first, pages, resident, duplicate })
     }
 
-    /// How many of its pages ksmd has merged or may merge: the marked ones, ours and other programs'.
+    /// How many of the region's pages ksmd has merged or may merge: the pages that we or other programs marked.
     pub fn mergeable(&self) -> Pages {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
         marked.max(self.view.marked).min(self.resident())
     }
 
-    /// The number of its resident pages. For a block we only know it after reading the block. Until then we assume that
-    /// the mapping's resident pages are spread evenly.
+    /// The number of the region's resident pages. For a block of a mapping, we only know the number after reading the
+    /// block. Until then we assume that the mapping's resident pages are spread evenly.
     pub fn resident(&self) -> Pages {
         self.view.resident.max(self.counts().resident).min(self.view.pages)
     }

@@ -12,7 +12,8 @@ const REST_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a temporary reason at most, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
-/// How long memory rests if it has rested `times` times in a row, nanoseconds: twice as long each time.
+/// How long to leave memory alone, nanoseconds, if we've already done so `times` times in a row: twice as long each
+/// time.
 pub(crate) fn rest_ns(times: u32) -> u64 {
     (REST_NS << times.min(8)).min(LEAVE_NS)
 }
@@ -37,8 +38,7 @@ pub enum LeaveAlone {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Hold {
     reason: Option<LeaveAlone>,
-    /// Before this time, nanoseconds, we don't examine the region. If it was COW-broken or unmerged, we don't mark it
-    /// either.
+    /// Before this time, nanoseconds, we don't read the region whole. If there's a `reason`, we don't mark it either.
     not_before_ns: u64,
     /// The last pause between two examinations, nanoseconds. 0 once an examination has brought something.
     pub pause_ns: u64,
@@ -52,7 +52,7 @@ pub struct Hold {
     pub unmerged: u32,
     /// We couldn't stop the target, or it has no mappings to spare: no marks before this time, nanoseconds.
     pub retry_ns: u64,
-    /// Whether that's for want of mappings.
+    /// Whether we wait until `retry_ns` because the target has no mappings to spare.
     pub lacks_mappings: bool,
 }
 

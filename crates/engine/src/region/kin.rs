@@ -4,19 +4,19 @@ use super::PageSet;
 use crate::keys::RegionKey;
 use crate::units::{Permyriad, Vpn};
 
-/// A newcomer gets at most this many samples before we decide about kin.
+/// A new region gets at most this many samples before we decide whether it's a clone of an older one (its kin).
 pub const EARLY_SAMPLES: u64 = 128;
-/// Kin must agree in at least this many samples.
+/// At least this many samples must agree with kin's pages.
 const AGREEING_MIN: u64 = 16;
-/// At most this share of pages may differ from kin's.
+/// At most this share of samples may differ from kin's pages.
 const DIFFERING_MOST: Permyriad = Permyriad(2_500);
 
-/// What a region's samples say about its kin. Zeros don't count.
+/// How well a region's samples agree with an older region of its family. Zeros don't count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KinSamples {
-    /// The mapping that has equal pages at the same offsets.
+    /// The older mapping that has equal pages at the same offsets.
     kin: Option<RegionKey>,
-    /// Samples that were equal to its page at the same offset, and others.
+    /// How many samples were equal to that mapping's page at the same offset, and how many weren't.
     agreeing: u64,
     differing: u64,
 }
@@ -27,14 +27,14 @@ impl KinSamples {
         if kin.is_some() && kin == self.kin {
             self.agreeing += 1;
         } else if kin.is_some() && self.differing >= 3 * self.agreeing {
-            // The first mapping that we saw may have had an odd page in common with this one.
+            // The first mapping that we saw may have had a page in common with this one by chance.
             *self = Self { kin, agreeing: 1, differing: 0 };
         } else {
             self.differing += 1;
         }
     }
 
-    /// The mapping to merge the region with by position.
+    /// The mapping whose pages we may merge this region's with, unread, at equal offsets.
     pub fn found(&self) -> Option<RegionKey> {
         let differs = Permyriad::of(self.differing, self.agreeing + self.differing) > DIFFERING_MOST;
         if differs || self.agreeing < AGREEING_MIN {
@@ -44,18 +44,18 @@ impl KinSamples {
     }
 }
 
-/// A region that we read whole only where its pages aren't merged by position.
+/// How far we are with merging a region's pages unread. Later we only read the pages that didn't merge.
 #[derive(Clone, Debug)]
 pub struct KinPass {
-    /// The mapping whose pages stay.
+    /// The mapping whose pages we keep.
     pub kin: RegionKey,
-    /// The next page to name. `None`: we've named all that we can.
+    /// The next page to merge. `None`: we've tried all pages that we can.
     pub next: Option<Vpn>,
-    /// When we name those again that weren't there, nanoseconds. `None`: we're not through yet.
+    /// When to try absent pages again, nanoseconds. `None`: we're still going through the region.
     pub again_ns: Option<u64>,
-    /// How many weren't there when we last got through. At first, all.
+    /// How many pages were absent when we last got through the region. At first, all.
     pub missing: u64,
-    /// Pages that differed or couldn't be merged: we don't name them again.
+    /// Pages that differed or couldn't be merged: we don't try them again.
     pub left_out: PageSet,
 }
 

@@ -66,7 +66,8 @@ impl Judgement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Judge {
     ThisRun,
-    /// An earlier run, which left this share of duplicates unmarked. We don't know the region's contents.
+    /// An earlier run. Where it marked nothing, this share of pages were duplicates. We don't know the region's
+    /// contents.
     EarlierRun {
         left_over: Permyriad,
     },
@@ -89,7 +90,7 @@ pub enum Event {
     FinishReading { now_ns: u64 },
     /// An earlier run had judged the region and marked its dense parts.
     Adopt { now_ns: u64, left_over: Permyriad },
-    /// There may be more to mark: another duplicate, headroom, or a mark that failed.
+    /// There may be more to mark: we found another duplicate, there's headroom again, or a mark failed.
     Reopen,
     /// Extents that are at least this dense now pay, too.
     Thin { density: Permyriad },
@@ -189,7 +190,7 @@ impl Life {
         matches!(self.phase, Phase::Worth(_))
     }
 
-    /// The share of duplicates that an earlier run left unmarked, if we haven't read the region since.
+    /// The share of duplicates in the extents that an earlier run left unmarked, if we haven't read the region since.
     pub fn adopted(&self) -> Option<Permyriad> {
         match self.judgement()?.by {
             Judge::ThisRun => None,

@@ -1,4 +1,4 @@
-//! What's marked in a region, and what has changed there since ksmd last visited it.
+//! The marks in a region, and samples that show what changed there since ksmd's last visit.
 
 use crate::marking::extents::{Candidate, Counts};
 use crate::units::{Pages, Vpn};
@@ -15,7 +15,7 @@ pub struct Marks {
     pub samples: MarkedSamples,
     /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
-    /// Whether a count has found pages of the spans merged.
+    /// Whether a count of merged pages has found some in these spans.
     pub merges: bool,
     /// Whether we had ksmd visit the spans again because it had merged almost nothing there.
     pub visited_again: bool,
@@ -73,7 +73,8 @@ pub struct MarkedSamples {
     pub unmerged: u64,
     /// Sampled pages that ksmd could have merged: pages of zeros, and pages with an unmerged copy in marked memory.
     pub mergeable: u64,
-    /// The share of unmerged duplicates right after ksmd's visit: their copies have changed, or aren't marked.
+    /// The share of duplicates that were still unmerged right after ksmd's visit, because their copies had changed or
+    /// weren't marked.
     residual: Option<f64>,
 }
 

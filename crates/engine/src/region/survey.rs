@@ -14,7 +14,7 @@ use crate::units::{Pages, Permyriad, Vpn};
 pub const RUN_PAGES: u64 = 4;
 /// We remember at most this many pages from the survey, to see which of them change.
 const PROBES_MAX: usize = 1024;
-/// We only judge by changes once we've visited remembered pages this often.
+/// We only judge a region by how many of its pages change once we've visited remembered pages this often.
 const PROBES_MIN: u64 = 16;
 
 /// We count new duplicates over this many samples, and use the count once there are `RENEWAL_MIN`.
@@ -44,14 +44,14 @@ pub struct Survey {
     next_probe: usize,
     revisited: u64,
     changed: u64,
-    /// What the samples say about kin.
+    /// How well the samples agree with an older clone.
     pub kin: KinSamples,
     /// Recent samples since we read the region whole, and how many of them were new duplicates.
     resampled: u64,
     renewed: u64,
 }
 
-/// What we plan to sample in one cycle.
+/// How much we plan to sample in one cycle.
 #[derive(Clone, Copy, Debug, Default)]
 struct Planned {
     runs: u64,
@@ -61,7 +61,7 @@ struct Planned {
 /// A remembered page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Probe {
-    /// The page's offset in the index.
+    /// The page's offset in its region, as the index has it.
     offset: u32,
     /// 32 bits of the digest, if we know it.
     digest: Option<u32>,
@@ -136,7 +136,7 @@ impl Survey {
     pub fn adopt(&mut self, tally: Tally, visited: u64) {
         self.tally = tally;
         self.visited = visited;
-        // Its merged pages aren't in the tally.
+        // The tally doesn't count merged pages, so we can't tell from it whether any page was present.
         self.has_present = visited > 0;
     }
 
@@ -178,8 +178,8 @@ impl Survey {
         }
     }
 
-    /// How many times as densely as others to sample the region: proportional to its share of new duplicates, up to the
-    /// ratio at which we promote a region.
+    /// How many times as densely as others to sample the region: proportional to its share of new duplicates, which we
+    /// cap at the ratio at which we promote a region.
     pub fn weight(&self, threshold: Permyriad) -> u64 {
         if self.resampled < RENEWAL_MIN {
             return 1;

@@ -7,7 +7,7 @@ use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 
-/// How long we don't name a page after it was in use, nanoseconds: the first time, and at most.
+/// How long we don't ask to merge a page after it was in use, nanoseconds: the first time, and at most.
 const BUSY_NS: u64 = 10_000_000_000;
 const BUSY_MOST_NS: u64 = 600_000_000_000;
 
@@ -19,21 +19,22 @@ pub struct Usage {
     pub activity_known: bool,
     /// Pages that were active when we first read them.
     pub active: PageSet,
-    /// Pages that we saw in a frame of their own before they were merged, if they held zeros or the region has relatives.
+    /// Pages that we saw in a frame of their own before they were merged, if they held zeros or the region has
+    /// relatives.
     pub own: PageSet,
     /// Pages we merged on request, as far as we know. Zeros, too: their programs may need the room again.
     pub merged: PageSet,
-    /// Pages that others than the region's family map, as we last saw: fork-shared ones, or on Linux 6.12 ones that an
-    /// earlier run has merged.
+    /// Pages that processes outside the region's family map, as we last saw: fork-shared pages, or on Linux 6.12 pages
+    /// that an earlier run has merged.
     pub outside: PageSet,
-    /// The contents that pages had when they were merged, as 32 bits of their digests. Only kept where a limit is in force
-    /// and the kernel hides whether a page is merged and mapped by one process only: a page that still has its content
-    /// may be, and a page with another one has been written.
+    /// The contents that pages had when they were merged, as 32 bits of their digests. Only kept where a limit is in
+    /// force and the kernel hides whether a merged page is mapped by one process only: a page that still has its
+    /// content may still be merged, and a page with another content has been written.
     pub contents: Option<FxHashMap<Vpn, u32>>,
-    /// Whether we've named one of its pages on request, so that the kernel has marked it.
+    /// Whether we've asked the kernel to merge one of the region's pages, so that it has marked the mapping.
     pub named: bool,
     /// How many more times we have to read the region whole until we know all pages in it that were merged on request.
-    /// Others may have been merged by an earlier run, before the mapping became this region, or by a call that we gave up
+    /// Some may have been merged by an earlier run, before the mapping became this region, or by a call that we gave up
     /// waiting for.
     pub readings_due: u8,
     /// A region that has pages in common with this one, as far as we know.
@@ -162,7 +163,7 @@ impl PageSet {
         self.groups.binary_search_by_key(&(page.0 / 64), |group| group.number)
     }
 
-    /// The numbers of the extents with pages of the set, upwards. May name one more than once.
+    /// The numbers of the extents with pages of the set, ascending. The same number may come several times.
     pub fn extents(&self) -> impl Iterator<Item = u64> {
         self.groups.iter().map(|group| group.number * 64 / EXTENT_PAGES)
     }
