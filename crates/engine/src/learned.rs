@@ -60,7 +60,7 @@ pub struct LearnedRegion {
     pub visited: Pages,
     /// Whether we've read the whole region, not only sampled it.
     pub judged: bool,
-    /// The share of duplicates left unmarked.
+    /// The share of duplicates in the extents that weren't marked.
     pub left_over: Permyriad,
     /// Samples since we last read the region whole.
     pub tally: Tally,
@@ -70,9 +70,9 @@ pub struct LearnedRegion {
     pub marks: Vec<(Vpn, Pages, Pages, Pages)>,
     /// Why we leave the region alone, if we do.
     pub hold: Option<LeaveAlone>,
-    /// How much longer we won't examine the region, nanoseconds.
+    /// For how much longer we won't read the region whole again, nanoseconds.
     pub hold_ns: u64,
-    /// The last pause between two examinations, nanoseconds.
+    /// The last pause between two readings of the whole region, nanoseconds.
     pub pause_ns: u64,
 }
 
@@ -227,7 +227,8 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
             region.marks.spans.push(Candidate { first, pages, resident, duplicate });
         }
         region.marks.scanned_whole = verdict.visited > Pages(0);
-        // The earlier run has judged marks that ksmd had visited. Copies may have ended since.
+        // The earlier run has judged marks that ksmd had visited. We don't judge them again, because copies may have
+        // ended since.
         region.marks.merges = verdict.visited > Pages(0);
         let visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
         region.marks.visited = visited.min(region.view.resident);

@@ -2,8 +2,8 @@
 //!
 //! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content we can free `m - 1`.
 //! We can free all zero pages (the kernel's zero page replaces them), and all frames with a content that a merged page
-//! holds already. A frame that several processes share through fork counts once, and if they're too many to merge it, it
-//! counts as different from all others. If somebody else maps it, too, whom we don't merge, we don't read it at all.
+//! holds already. A frame that several processes share through fork counts once, and if they're too many to merge it,
+//! it counts as different from all others. If a process that we don't merge maps it, too, we don't read it at all.
 //!
 //! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. If `h` mappings share a frame, each gets `1/h` of it. So
 //! the figures of processes, kinds and cgroups add up to the total and don't depend on the order of reading. The `c`
@@ -50,8 +50,8 @@ pub struct Cell {
     pub shared: Pages,
     /// Frames of the shared pages, each divided by the number of its mappings.
     pub shared_frames: f64,
-    /// Frames of the shared pages that others map, too, whom we don't merge. They'd keep these frames. Each is divided by
-    /// the number of its mappings, and isn't in `shared_frames`.
+    /// Frames of shared pages that are also mapped by processes that we don't merge, which would keep them. Each is
+    /// divided by the number of its mappings, and isn't in `shared_frames`.
     pub kept_frames: f64,
     /// Pages merged already.
     pub merged: Pages,
@@ -84,7 +84,7 @@ pub struct Census {
     cells: Vec<Cell>,
     pages: Vec<ReadPage>,
     merged: Vec<u64>,
-    /// How many frames have more mappings than that.
+    /// How many frames have more than [`RELATIVES_MOST`] mappings.
     crowded: u64,
 }
 

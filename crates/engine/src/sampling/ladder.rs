@@ -52,7 +52,7 @@ const SAMPLES_MIN: u64 = 200;
 /// We plan at least this many pages for the bottom level in a round, even if the round's other costs take up the
 /// level's share.
 const BOTTOM_MIN: u64 = 64;
-/// The age of newcomers of a family whose members live long.
+/// The age of a new region if regions of its family live long.
 pub const LONG_LIVED: Age = Age::Grown { worth_from_ns: 0 };
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
@@ -240,8 +240,8 @@ impl Ladder {
         }
     }
 
-    /// Checks whether pages are still merged: some single pages of each marked span. Where we merge on request, these are
-    /// pages that were written after an earlier merge. Costs as much as reading about `pages` pages.
+    /// Checks whether pages are still merged: some single pages of each marked span. Where we merge on request, these
+    /// are pages that were written after an earlier merge. Costs as much as reading about `pages` pages.
     pub fn visit_merged(
         &self,
         table: &mut RegionTable,
@@ -301,7 +301,7 @@ impl Ladder {
                 demote(region, config);
                 continue;
             }
-            // Duplicates that we found before and that weren't worth marking don't count again.
+            // Duplicates that we found earlier, but that weren't worth marking, don't count again.
             let beyond = if region.life.is_surveyed() { 0.0 } else { region.left_over(config.mechanism) };
             let estimate = region.survey.estimate(region.view.resident, sampled);
             if estimate.ratio < threshold + beyond {
@@ -311,7 +311,7 @@ impl Ladder {
             if estimate.floor >= threshold + beyond || region.life.level() + 1 >= self.levels {
                 families.insert(region.view.family);
                 if !region.life.is_surveyed() && region.hold.reason().is_none() {
-                    // We only read a region again soon if the last time brought something.
+                    // We only read a region again soon if reading it brought something the last time.
                     region.hold.put_off(now_ns);
                 }
                 region.examine(self.levels);
@@ -364,8 +364,8 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
             slots.push((region.survey.is_unread(), slot));
         }
     }
-    // The ones that the host didn't read last time come last. If it can't read them now, they'd take the whole plan
-    // again and again.
+    // Regions that the host didn't read last time come last. If it can't read them now either, they'd fill the whole
+    // plan again and again.
     slots.sort_unstable();
     for (_, slot) in slots {
         let Some(region) = table.get_mut(slot) else { continue };
@@ -479,8 +479,9 @@ fn is_watched(region: &Region, config: &Config) -> bool {
     region.hold.may_sample() && !region.age.is_young() && region.life.level() == 1 && known
 }
 
-/// The room a region takes up in the bottom level's linear space, pages. With ksmd that's the region's length, because
-/// ksmd finds new duplicates in marked memory by itself.
+/// The room that a region takes up in the bottom level's linear space, pages: its length, or more on request if
+/// duplicates keep appearing. With ksmd that's not needed, because ksmd finds new duplicates in marked memory by
+/// itself.
 fn room_taken(region: &Region, config: &Config) -> u64 {
     let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight

@@ -52,8 +52,8 @@ impl Chooser {
     }
 }
 
-/// The fraction of `pages` to sample first: enough to find pairs if they're two per cent of the memory. If there are
-/// few pages, we read them all.
+/// The fraction of `pages` to sample first: enough to find pairs of equal pages if they're two per cent of the memory.
+/// We read all pages if there are few.
 pub fn first_fraction(pages: u64) -> f64 {
     const WORTH_SAMPLING: u64 = 8192;
     if pages < WORTH_SAMPLING {

@@ -20,7 +20,7 @@ struct Counts {
     sure: f64,
     /// How many shared contents are left after merging these frames, as far as we know.
     contents: f64,
-    /// Units of contents that aren't frequent.
+    /// The units (runs that hold a content) of contents that aren't frequent.
     units: Histogram,
 }
 
