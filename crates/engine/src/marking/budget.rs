@@ -1,9 +1,10 @@
 //! How much of each region we may mark within the headroom below cgroup limits.
 //!
-//! Processes that share pages through fork get headroom for all of them or for none: as long as one of them isn't
-//! merged, merging the others frees nothing. So what we mark in the first of them, which we read for all, has headroom in
-//! its relatives, too, until we've read and judged those. Without headroom for a whole mapping, we mark the same addresses
-//! in all of them: each may have mapped memory of its own beside what it has inherited.
+//! Processes that share pages through fork get headroom together or not at all: as long as one of them isn't merged,
+//! merging the others frees nothing. We read the shared pages in one of them, the first. For each page that we mark
+//! there, we also set headroom aside in its relatives, until we've read and judged them. If there isn't enough for a
+//! whole mapping, we mark the same addresses in all of them, because each may have mapped memory of its own beside its
+//! inherited memory.
 
 use crate::config::Config;
 use crate::headroom::Headroom;
@@ -15,21 +16,21 @@ use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 
-/// A region that shares pages with the first of its family.
+/// A region that shares pages with the first of its family, in which we read them.
 #[derive(Debug)]
 struct Relative {
     key: RegionKey,
     owner: OwnerKey,
     pages: Range<Vpn>,
     resident: Pages,
-    /// How many of its pages have headroom.
+    /// For how many of its pages we've set headroom aside.
     granted: Pages,
 }
 
 /// Regions that are merged together or not at all.
 #[derive(Debug, Default)]
 struct Family {
-    /// What's marked in the first.
+    /// The marks in the family's first region.
     spans: Vec<Candidate>,
     relatives: Vec<Relative>,
 }
@@ -101,7 +102,7 @@ impl Budget {
         parts
     }
 
-    /// Uses up headroom for marking `spans` in a region, which has `marked` marked pages then.
+    /// Uses up headroom for marking `spans` in a region, which then has `marked` marked pages in all.
     pub fn take(&mut self, region: &Region, spans: &[Candidate], marked: Pages) {
         let granted = self.granted(region);
         self.headroom.take(region.view.owner, marked.saturating_sub(granted));
@@ -118,7 +119,7 @@ impl Budget {
         }
     }
 
-    /// How many pages of a region have headroom.
+    /// How many pages of a region are marked already, or have headroom set aside.
     fn granted(&self, region: &Region) -> Pages {
         let mut granted = region.mergeable();
         for relative in self.relatives(region) {
@@ -146,7 +147,7 @@ impl Relative {
         self.key == region.view.key && self.pages.start == region.view.first
     }
 
-    /// Whether a region lies at some of its addresses.
+    /// Whether a region overlaps this one's addresses.
     fn shares(&self, region: &Region) -> bool {
         self.pages.start < region.end() && region.view.first < self.pages.end
     }
@@ -160,7 +161,7 @@ impl Family {
         }
     }
 
-    /// Uses up headroom in the relatives for as much as is marked in the first.
+    /// Uses up headroom in the relatives for the pages that are marked in the family's first region.
     fn grant(&mut self, headroom: &mut Headroom) {
         for relative in &mut self.relatives {
             let mut shared = Pages(0);

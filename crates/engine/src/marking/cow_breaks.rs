@@ -24,7 +24,7 @@ pub const PROBES_MAX: usize = 2_048;
 /// We halve our counts each time this long has passed, nanoseconds. A page counts as merged for at most this long, so
 /// that we notice if a program changes its ways.
 const MEMORY_NS: u64 = 600_000_000_000;
-/// After a rest, on request, we try one written page in this many.
+/// When we try an extent again on request, we only merge one in this many of its written pages.
 const TRIED_PART: u64 = 8;
 /// We only observe as many pages as we can visit again within this time, nanoseconds. If a page is written and merged
 /// again between two visits, we believe that it stayed merged.
@@ -46,7 +46,7 @@ pub struct CowBreaks {
     broken: BTreeSet<u64>,
     /// When we last halved `ended`, nanoseconds.
     forgot_ns: u64,
-    /// Extents that rest, or that we try again after a rest.
+    /// Extents that we leave alone for a time, or try again after that.
     rests: BTreeMap<u64, Rest>,
 }
 
@@ -71,7 +71,7 @@ impl Probe {
 pub struct BreakTally {
     merged_ns: u64,
     breaks: u64,
-    /// How many of the breaks were of zeros.
+    /// How many of the breaks were writes to pages of zeros.
     zeros: u64,
 }
 
@@ -82,7 +82,7 @@ impl BreakTally {
         certain * breaks_cost_ns(self.breaks, self.zeros) > saved_worth_ns(self.merged_ns, price_ns)
     }
 
-    /// The number of breaks, less as many as may be chance.
+    /// The number of breaks, less those that may be chance.
     fn certain_breaks(&self) -> f64 {
         let breaks = self.breaks as f64;
         (breaks - 2.0 * breaks.sqrt()).max(0.0)
@@ -100,7 +100,7 @@ impl BreakTally {
     }
 }
 
-/// An extent that we leave alone for a time, and then try for as long.
+/// An extent that we leave alone for a time, and then try again for as long.
 #[derive(Clone, Copy, Debug)]
 struct Rest {
     /// How often in a row the extent has rested.
@@ -170,8 +170,8 @@ impl CowBreaks {
         self.probes.remove(&page);
     }
 
-    /// Stops observing a page if different contents share its fingerprint. Pages with it get another digest from now
-    /// on, which would look like a write.
+    /// Stops observing a page if different contents share its fingerprint. From now on we hash such a page in another
+    /// way, and its new digest would look like a write.
     pub fn forget_colliding(&mut self, page: Vpn, is_shared: impl Fn(u32) -> bool) {
         if self.probes.get(&page).is_some_and(|probe| is_shared(probe.fingerprint)) {
             self.forget_page(page);
@@ -239,7 +239,7 @@ impl CowBreaks {
         losses
     }
 
-    /// Our observations in some extents.
+    /// The sum of our observations in some extents.
     fn tally(&self, extents: Range<u64>) -> BreakTally {
         let mut sum = BreakTally::default();
         for tally in self.ended.range(extents.clone()) {
@@ -251,7 +251,7 @@ impl CowBreaks {
         sum
     }
 
-    /// Lets extents rest, and forgets what we saw there.
+    /// Leaves extents alone for a time, and forgets our observations there.
     pub fn rest(&mut self, extents: Range<u64>, now_ns: u64) {
         let pages = pages_of(extents.clone());
         self.probes.retain(|page, _| !pages.contains(page));
@@ -262,9 +262,9 @@ impl CowBreaks {
         }
     }
 
-    /// Ends the rests that are over, and the trials after them. Returns whether any rest ended. With ksmd (`by_marks`)
-    /// a trial only begins once a page is merged again, which may take long. On request it begins at once: we only try
-    /// few of the pages, and they may have no copy.
+    /// Ends rests (times when we leave an extent alone) and the trials after them, if their time is over. Returns
+    /// whether any rest ended. With ksmd (`by_marks`) a trial only begins once a page is merged again, which may take
+    /// long. On request it begins at once: we only try few of the pages, and they may have no copy.
     pub fn end_rests(&mut self, now_ns: u64, by_marks: bool) -> bool {
         let mut any = false;
         self.rests.retain(|_, rest| match rest.phase {
@@ -280,7 +280,7 @@ impl CowBreaks {
         any
     }
 
-    /// The resting extents in ascending order, and when each of them is tried again.
+    /// The extents that we leave alone for now, in ascending order, and when we try each of them again.
     pub fn resting(&self) -> impl Iterator<Item = (u64, u64)> {
         self.rests.iter().filter_map(|(&extent, rest)| match rest.phase {
             RestPhase::Resting { until_ns } => Some((extent, until_ns)),
@@ -288,7 +288,7 @@ impl CowBreaks {
         })
     }
 
-    /// Whether we leave a written page alone: it rests, or we're trying other pages of its extent.
+    /// Whether we leave a written page alone: because we leave its extent alone, or try others of the extent's pages.
     pub fn rests(&self, page: Vpn) -> bool {
         let Some(rest) = self.rests.get(&page.extent()) else { return false };
         matches!(rest.phase, RestPhase::Resting { .. }) || mix(page.0) % TRIED_PART > 0

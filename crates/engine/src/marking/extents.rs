@@ -66,7 +66,7 @@ pub struct Density {
 }
 
 impl Density {
-    /// The same densities, but with a lower one for extents without huge pages.
+    /// The same densities, but `plain` for extents without huge pages if that's lower.
     #[must_use]
     pub fn thinned(self, plain: Permyriad) -> Self {
         Self { plain: plain.min(self.plain), ..self }
@@ -129,9 +129,10 @@ pub struct SplitRule {
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// If we may not mark the region in part, it's one span if its extents together are dense enough. If we may, it's one
-/// span if three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise
-/// each run of dense extents is a span, and we join spans over their gaps until there are no more than `split` allows.
+/// If we may not mark the region in part, all of it is one span if its extents together are dense enough. If we may,
+/// all of it is one span if three quarters of its resident pages lie in dense extents and no sparse extent holds huge
+/// pages. Otherwise each run of dense extents is a span, and we join spans over their gaps until there are no more than
+/// `split` allows.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let mut all = Counts::default();
@@ -199,8 +200,8 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
     part(extents, span, span.first..end)
 }
 
-/// The part of a span within `bounds`. We assume that an extent's duplicates are spread evenly. `None` if nothing of it
-/// is within them.
+/// The part of a span within `bounds`. We assume that an extent's duplicates are spread evenly. `None` if no part of
+/// the span is.
 pub fn part(extents: &Extents, span: &Candidate, bounds: Range<Vpn>) -> Option<Candidate> {
     let span_end = span.first + span.pages.0;
     let first = span.first.max(bounds.start);

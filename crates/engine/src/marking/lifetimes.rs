@@ -16,7 +16,7 @@ pub(crate) const LIVES: usize = 8;
 /// The lives of one family, nanoseconds.
 #[derive(Clone, Debug, Default)]
 struct Record {
-    /// The last lives that ended, in any order.
+    /// How long the last regions lived that ended, in any order.
     ended: Vec<u64>,
     /// The index in `ended` that the next life overwrites.
     next: usize,

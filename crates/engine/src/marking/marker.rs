@@ -40,8 +40,8 @@ const REFRESH_MIN: u64 = 1_024;
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
-    /// Work that waits because it doesn't pay at the governor's price: extents with few duplicates, and marks that
-    /// bring little.
+    /// Marks that wait because they don't pay at the governor's price: `thin` in extents with few duplicates, `small`
+    /// in dense extents that together save too little.
     thin: Wave,
     small: Wave,
     /// The price for which we last lowered the density, nanoseconds, and when we may lower it for the next region.
@@ -58,7 +58,7 @@ pub struct Marker {
     visited_broken: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
-    /// The same for scans that visit pages which appeared in marked memory.
+    /// The same as `refresh_*`, for scans that visit pages which appeared in marked memory or were rewritten there.
     renewal_pause_ns: u64,
     renewal_expected: Pages,
 }
@@ -77,7 +77,7 @@ impl Marker {
         self.held_since_ns.is_some() && self.small == Wave::default()
     }
 
-    /// Whether anything waits because it doesn't pay yet.
+    /// Whether any marks wait because they don't pay yet.
     pub fn has_waiting(&self) -> bool {
         self.has_thin_waiting() || self.small.added > Pages(0)
     }
@@ -87,7 +87,7 @@ impl Marker {
         self.thin.added > Pages(0)
     }
 
-    /// The wave that a region's work waits in because it doesn't pay yet. `None` if no work of the region waits.
+    /// If a region's marks wait because they don't pay yet: the pages that wait with them, which we'd mark together.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
         if region.life.is_worth_marking() {
             return (self.small.added > Pages(0)).then_some(self.small);
@@ -235,8 +235,8 @@ impl Marker {
     }
 
     /// Finds extents where merges don't pay because the program soon writes the pages again. We queue their marks for
-    /// unmarking, and let the extents rest: we leave them alone for a time, and may mark them again after that. We skip
-    /// a region while earlier spans of it wait for unmarking.
+    /// unmarking, leave the extents alone for a time, and may mark them again after that. We skip a region while
+    /// earlier spans of it wait for unmarking.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, top: usize, pace: Pace, config: &Config) {
         if !config.filters_cow_breaks() {
             return;
@@ -267,8 +267,8 @@ impl Marker {
         }
     }
 
-    /// Queues the marks of some extents for unmarking. Returns whether the extents may rest. They may not if their
-    /// process would then have more than `most` marked parts of mappings. It has `parts` now.
+    /// Queues the marks of some extents for unmarking. Returns whether we may leave the extents alone: not if their
+    /// process, with `parts` marked parts of mappings now, would then have more than `most`.
     fn unmark_extents(
         &mut self,
         region: &mut Region,
@@ -299,8 +299,9 @@ impl Marker {
         true
     }
 
-    /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we take
-    /// the most written one, or else the one with the fewest duplicates per page that ksmd visits.
+    /// Memory is short: queues one region's spans for unmarking. Among the regions that `step` has room for, we choose
+    /// the one whose merged pages are written most often, or else the one with the fewest duplicates per page that ksmd
+    /// visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
         if self.unmarking.is_giving_room() {
             return;
@@ -313,8 +314,8 @@ impl Marker {
         self.take_apart(region, first, pages, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
-    /// Queues a part of a region for unmarking, by whole extents, and leaves the region alone for a time. The rest stays
-    /// marked, or merged on request.
+    /// Queues a part of a region for unmarking, by whole extents, and leaves the region alone for a time. The rest
+    /// stays marked, or merged on request.
     pub fn take_apart(
         &mut self,
         region: &mut Region,
@@ -406,7 +407,7 @@ impl Marker {
         // A thorough scan visits every page as if it were new.
         let thorough = |duplicate| Wave { added: marked, walked: Pages(0), duplicate };
         if scheduler.merged().0 * 4 < expected.0 && thorough(expected).is_due(price_ns, rested_ns) {
-            // smart_scan skipped the partners of these pages, because earlier visits had found nothing there.
+            // smart_scan skipped the partners of these pages, because earlier visits had found no copies of them.
             scheduler.request_thorough(expected);
             return;
         }
@@ -420,7 +421,8 @@ impl Marker {
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
         let next_renewal_ns = self.visited_ns + self.renewal_pause_ns.max(REFRESH_NS);
         if renewed.0 >= REFRESH_MIN && now_ns >= next_renewal_ns && wave.is_due(price_ns, rested_ns) {
-            // A heap may give pages back and take new ones all the time, with contents that nobody else has.
+            // A heap may give pages back and take new ones all the time, with contents that nobody else has. Then we
+            // pause longer.
             let was_fruitful = scheduler.last_merged().0 * 4 >= self.renewal_expected.0;
             self.renewal_pause_ns = pause_after(was_fruitful, self.renewal_pause_ns);
             self.renewal_expected = likely;
@@ -484,14 +486,14 @@ impl Marker {
         }
         let mut marked = table.iter().filter(|region| region.marked_resident() > Pages(0));
         if is_marked && marked.any(|region| region.fork != Fork::Alone) {
-            // ksmd compares no page with one that has the same frame. So in the second scan, only one of the relatives that
-            // share a frame through fork may find its copy.
+            // ksmd compares no page with one that has the same frame. So in the second scan, only one of the relatives
+            // that share a frame through fork may find its copy.
             scheduler.request_another();
         }
     }
 }
 
-/// The pause after a refresh.
+/// The pause after a scan for changes: longer each time while scans bring little.
 fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
     if was_fruitful { REFRESH_NS } else { (pause_ns * 2).min(REFRESH_MAX_NS) }
 }
@@ -513,12 +515,12 @@ fn ready(
             continue;
         }
         if waiting.has_part_of(region) {
-            // We look at the region again after its rest.
+            // We look at the region again once we no longer leave its extents alone.
             region.life.advance(Event::Settle);
             continue;
         }
-        // In marked memory, most of the unmerged pages that we sample have just been written, so there this tells us
-        // nothing.
+        // In marked memory, most of the unmerged pages that we sample have just been written, so there samples can't
+        // tell us whether the region is volatile.
         if region.marks.spans.is_empty() && region.survey.is_volatile(config) {
             region.hold.put_off(now_ns);
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
@@ -640,7 +642,7 @@ fn between(known: Counts, all: Counts) -> Wave {
     Wave { added, walked: Pages(0), duplicate: all.duplicate.saturating_sub(known.duplicate) }
 }
 
-/// Lowers the density of regions where that gives us more to mark.
+/// Lowers the density that extents must have for us to mark them, in regions where that gives us more to mark.
 fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &Config) {
     for region in table.iter_mut() {
         if thinner(region, density, until_ns, config).is_some() {
@@ -664,7 +666,7 @@ fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) 
     (wave.duplicate >= config.span_pages_min).then_some(wave)
 }
 
-/// The pages in those extents of a region that are at least this dense. Nothing if the region is marked whole.
+/// The pages in extents of a region that are at least this dense. None if the region is marked whole.
 fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
     if region.is_marked_whole() {
         return Counts::default();

@@ -17,10 +17,10 @@ const ZERO_BREAK_NS: f64 = 2_000.0;
 /// A page that stays saved for this long is worth the governor's price, nanoseconds. At the highest price, a merge pays
 /// if the page lasts for at least 45 s until it's written; at the lowest, six minutes.
 const WORTH_NS: f64 = 3_600e9;
-/// A page merges at the second visit.
+/// ksmd merges a page at its second visit.
 const VISITS: u64 = 2;
-/// Work that doesn't pay waits for this time, multiplied by its cost and divided by the price, nanoseconds. At the
-/// highest price (governor `full`) ksmd then takes a hundredth of a core.
+/// Work that doesn't pay waits until ksmd has been idle for the work's cost times this, divided by the price,
+/// nanoseconds. At the highest price (governor `full`) ksmd then takes a hundredth of a core.
 const PATIENCE_NS: u64 = 20_000_000;
 
 /// A wave: pages that ksmd would visit in the same two scans, and merge.
@@ -80,7 +80,7 @@ pub fn saved_worth_ns(saved_ns: u64, price_ns: u64) -> f64 {
     saved_ns as f64 / WORTH_NS * price_ns as f64
 }
 
-/// The share of duplicates at which newly visited memory pays, in scans that run anyway.
+/// The share of duplicates at which it pays to mark more memory, if the scans run anyway.
 pub fn paying_density(price_ns: u64) -> Permyriad {
     let records = METADATA_BYTES_PER_PAGE as f64 / PAGE_SIZE as f64;
     let share = (VISITS * NEW_PAGE_NS) as f64 / price_ns as f64 + records;

@@ -14,7 +14,8 @@ use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
 
-/// After a try in vain, we leave the process alone for this long, nanoseconds. The pause doubles with each try.
+/// If we couldn't unmark a span, we leave its process alone for this long, nanoseconds. The pause doubles with each
+/// failure.
 const PAUSE_NS: u64 = 1_000_000_000;
 /// The longest such pause, nanoseconds.
 const PAUSE_MOST_NS: u64 = 10_000_000_000;
@@ -23,11 +24,11 @@ pub(super) const MAPPINGS_AGAIN_NS: u64 = 300_000_000_000;
 
 #[derive(Clone, Debug, Default)]
 pub struct Unmarking {
-    /// These give memory to programs that need it, and don't wait for the others.
+    /// Spans to unmark first, mostly because programs or a cgroup limit need the memory.
     urgent: Queue,
-    /// These only cost time: programs soon write what's merged there.
+    /// Spans that only cost time, because programs soon write the pages merged there.
     broken: Queue,
-    /// The processes that we tried in vain.
+    /// The processes where we couldn't unmark a span.
     pauses: BTreeMap<OwnerKey, Pause>,
     /// Whether we had put off the span that we're unmarking now.
     is_retry: bool,
@@ -37,7 +38,7 @@ pub struct Unmarking {
 #[derive(Clone, Debug, Default)]
 struct Queue {
     changes: VecDeque<Change>,
-    /// By the time when we try again, and a number of its own.
+    /// Changes to try again, by that time and a serial number.
     put_off: BTreeMap<(u64, u64), Change>,
     number: u64,
 }
@@ -68,7 +69,8 @@ impl Unmarking {
         if is_urgent(why) { &mut self.urgent } else { &mut self.broken }
     }
 
-    /// Makes spans from `first` to `end` urgent if they wait because of COW breaks: a cgroup limit needs the memory now.
+    /// Makes spans from `first` to `end` urgent if they wait because of COW breaks: a cgroup limit needs the memory
+    /// now.
     pub fn hurry(&mut self, key: RegionKey, first: Vpn, end: Vpn) {
         let wants = |span: &Span| span.region == key && span.first < end && first < span.end();
         let mut wanted: Vec<Change> = Vec::new();
@@ -116,7 +118,7 @@ impl Unmarking {
         std::mem::take(&mut self.missed_urgent)
     }
 
-    /// Whether we leave a process alone for now because we've tried it in vain.
+    /// Whether we leave a process alone for now because we couldn't unmark a span there.
     pub fn pauses(&self, owner: OwnerKey, now_ns: u64) -> bool {
         self.pauses.get(&owner).is_some_and(|pause| now_ns < pause.until_ns)
     }
@@ -125,7 +127,7 @@ impl Unmarking {
     /// all of that span, because unmarking a part would split its mapping.
     pub fn next(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         while let Some((change, is_retry)) = self.urgent.pop(now_ns).or_else(|| self.broken.pop(now_ns)) {
-            // If there's none, the region has ended.
+            // If the table has no such region, it has ended.
             let Some(region) = table.at(change.span.region, change.span.first) else { continue };
             let owner = region.view.owner;
             self.is_retry = is_retry;
@@ -158,7 +160,7 @@ impl Unmarking {
                 continue;
             }
             let until_ns = self.pause(owner, now_ns);
-            // If the mapping still exists after this time, it may still be marked.
+            // Even if the target refused, the mapping may still be marked by then.
             let is_soon = marking == Marking::Busy;
             self.put_off(change, if is_soon { until_ns } else { now_ns + MAPPINGS_AGAIN_NS });
         }
@@ -192,7 +194,8 @@ fn is_urgent(why: Why) -> bool {
 }
 
 impl Queue {
-    /// Takes the next span: a new one, or else one that it's time to try again. Returns whether it's the latter.
+    /// Takes the next span: a new one, or else one that it's time to try again. Returns whether the span is to be tried
+    /// again.
     fn pop(&mut self, now_ns: u64) -> Option<(Change, bool)> {
         if let Some(change) = self.changes.pop_front() {
             return Some((change, false));
@@ -207,14 +210,14 @@ impl Queue {
     }
 }
 
-/// Spans that wait for unmarking, by their mapping and first page. Until then, they're merged, or may still be.
+/// Spans that wait for unmarking, by their mapping and first page. Until they're unmarked, their pages may be merged.
 #[derive(Clone, Debug, Default)]
 pub struct Waiting(BTreeMap<(RegionKey, Vpn), Wait>);
 
 #[derive(Clone, Copy, Debug)]
 pub struct Wait {
     pub span: Span,
-    /// Whether it's urgent, and we couldn't unmark it.
+    /// Whether unmarking the span is urgent, but we had to put it off.
     pub is_stuck: bool,
 }
 
@@ -233,14 +236,14 @@ impl Waiting {
         (page < wait.span.end()).then_some(wait)
     }
 
-    /// Whether a part of a region waits.
+    /// Whether a part of a region waits for unmarking.
     pub fn has_part_of(&self, region: &Region) -> bool {
         let key = region.view.key;
         let last = self.0.range((key, Vpn(0))..(key, region.end())).next_back();
         last.is_some_and(|(_, wait)| wait.span.end() > region.view.first)
     }
 
-    /// How much of each region waits.
+    /// How much of each region waits for unmarking.
     pub fn by_region(&self, table: &RegionTable) -> FxHashMap<Place, Pages> {
         let mut waiting: FxHashMap<Place, Pages> = FxHashMap::default();
         for Wait { span, .. } in self.iter() {
