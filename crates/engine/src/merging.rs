@@ -49,7 +49,7 @@ struct ScanInProgress {
     kicked: bool,
 }
 
-/// Everything that an order depends on.
+/// Everything that our next order to ksmd depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     pub now_ns: u64,
@@ -261,13 +261,13 @@ impl ScanScheduler {
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
     }
 
-    /// The CPU time of a scan, nanoseconds, once `unmarked` pages more are marked.
+    /// The CPU time of a scan, nanoseconds, once `unmarked` more pages are marked.
     fn scan_ns(&self, marked: Pages, unmarked: Pages) -> u64 {
         let unvisited = self.unvisited.min(marked);
         (unvisited + unmarked).0 * NEW_PAGE_NS + (marked - unvisited).0 * OLD_PAGE_NS
     }
 
-    /// The CPU time that the scans that are due still need, nanoseconds, once `unmarked` pages more are marked.
+    /// The CPU time that the remaining scans need, nanoseconds, once `unmarked` more pages are marked.
     pub fn left_ns(&self, ksm: &KsmView, marked: Pages, unmarked: Pages) -> u64 {
         let scan_ns = self.scan_ns(marked, unmarked);
         if unmarked > Pages(0) {
