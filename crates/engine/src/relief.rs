@@ -47,11 +47,12 @@ pub fn margin_below(limit: Pages) -> Pages {
 /// We look up at most this many pages for one cgroup, and in one cycle.
 const LOOKED_UP_MOST: u64 = 1 << 24;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
-/// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
+/// The first pause between two surveys of who maps the charged pages, nanoseconds. It doubles while they find nothing
+/// to unmerge.
 const PAUSE_NS: u64 = 2_000_000_000;
 const PAUSE_MOST_NS: u64 = 600_000_000_000;
-/// We look again after only `PAUSE_NS` if things got worse: a cgroup could now exceed its limit by more than at the
-/// last look, and the difference is at least one part in this many of the limit.
+/// We survey again after only `PAUSE_NS` if a cgroup could now exceed its limit by more than at its last survey, and
+/// the difference is at least one part in this many of the limit.
 const WORSE: u64 = 64;
 
 /// A region, by its mapping and its first page.
@@ -102,12 +103,12 @@ impl CopyBudget<'_> {
     }
 }
 
-/// What's marked or merged, and may be charged to a cgroup.
+/// The memory that's marked or merged, and so may be charged to a cgroup.
 #[derive(Clone, Copy, Debug)]
 pub struct Charged<'a> {
     pub table: &'a RegionTable,
     pub waiting: &'a Waiting,
-    /// Whether memory is merged where it's marked, rather than where we name pages.
+    /// Whether ksmd merges memory where it's marked. Otherwise the kernel only merges pages that we give it.
     pub by_marks: bool,
 }
 
@@ -124,7 +125,7 @@ impl Charged<'_> {
     }
 }
 
-/// What to unmerge for a cgroup.
+/// The memory to unmerge, so that a cgroup stays below its limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Relieved {
     /// The limit that needs relief.
@@ -158,7 +159,7 @@ struct Survey {
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
-    /// When we may look again if nothing has got worse, nanoseconds.
+    /// When we may survey again if nothing has got worse, nanoseconds.
     next_ns: u64,
     pause_ns: u64,
     /// Whether this cycle's plan looks pages up.
@@ -166,13 +167,13 @@ pub struct Relief {
     looked: FxHashMap<LimitKey, Look>,
 }
 
-/// The last look at a limit.
+/// The last survey for a limit.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at_ns: u64,
-    /// By how much the limit could be exceeded then.
+    /// By how much the limit could be exceeded when the survey began.
     over: Pages,
-    /// Whether something that the look chose couldn't be unmarked.
+    /// Whether something that a survey chose couldn't be unmarked.
     was_in_vain: bool,
 }
 
@@ -187,22 +188,22 @@ impl Relief {
         self.is_asking
     }
 
-    /// Forgets limits that can't be exceeded any more. We keep the latest looks, so that a limit that's lowered and
-    /// raised all the time doesn't need more of them.
+    /// Forgets limits that can't be exceeded any more. We keep those with recent surveys, so that a limit that's
+    /// lowered and raised all the time doesn't cause more surveys.
     pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
         self.looked
             .retain(|key, look| now_ns < look.at_ns + PAUSE_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
-    /// by more than at the last look.
+    /// by more than at the last survey.
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
         let Some(last) = self.looked.get(&view.key) else { return true };
         last.was_in_vain || over.0 > last.over.0 + view.limit.0 / WORSE
     }
 
-    /// Something that we chose can't be unmarked now. Merging has to wait until we've looked again, at all limits,
-    /// because we don't know which of them it was for.
+    /// Called if something that we chose can't be unmarked now. Merging has to wait for new surveys of all limits,
+    /// because we don't know for which of them we chose it.
     pub fn miss(&mut self) {
         for look in self.looked.values_mut() {
             look.was_in_vain = true;
@@ -218,7 +219,7 @@ impl Relief {
         now_ns >= if self.is_wanted(view, over) { last.at_ns + PAUSE_NS } else { self.next_ns }
     }
 
-    /// Begins to look them up.
+    /// Begins to look up who maps a cgroup's charged pages.
     pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
         self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
         let mut ahead = merged_runs(table);
@@ -405,7 +406,7 @@ impl Survey {
             let is_ours = !region.marks.spans.is_empty();
             own.marked.push(Unmerged { pages: marked.saturating_sub(merged), place, is_ours });
         }
-        // On request, only pages that we name are merged.
+        // On request, the kernel only merges pages that we give it.
         own.waiting = if memory.by_marks { own.waiting.saturating_sub(self.merged_waiting) } else { Pages(0) };
         own
     }
@@ -429,7 +430,8 @@ struct Unmerged {
 }
 
 impl OwnUnmerged {
-    /// If there are more than `most` in marked regions, chooses some of these until no more than `goal` are left.
+    /// If marked regions have more than `most` unmerged pages, chooses regions until the others have no more than
+    /// `goal`.
     fn choose(mut self, most: Pages, goal: Pages, chosen: &mut Vec<Place>) {
         let mut left: Pages = self.marked.iter().map(|region| region.pages).sum();
         if left <= most {

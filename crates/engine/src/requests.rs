@@ -1,8 +1,9 @@
 //! Decides which pages to merge with which, where the kernel merges pages on request.
 //!
 //! When we read a page and the index knows its content from another page, the two make a pair. Both must be in regions
-//! that were worth reading whole: old enough, not volatile, and not left alone. At the end of a cycle we name its
-//! pairs, in ranges. The kernel compares each pair once, so it visits nothing but these pages and searches nothing.
+//! that were worth reading whole: old enough, not volatile, and not left alone. At the end of a cycle we give its pairs
+//! to the kernel, as ranges of pages. The kernel compares each pair once, so it visits nothing but these pages and
+//! searches nothing.
 
 use crate::hash::Digest;
 use crate::headroom::Headroom;
@@ -14,7 +15,8 @@ use crate::region::table::RegionTable;
 use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// After this many pages we keep another page for a content: KSM's default `max_page_sharing` is 256.
+/// Once this many pages share a kept page, we keep another page for its content: KSM's default `max_page_sharing` is
+/// 256.
 const SHARERS_MOST: u16 = 255;
 /// We count sharers for at most this many kept pages. Beyond that we restart the counts, and the kernel tells us which
 /// pages are full.
@@ -43,7 +45,7 @@ impl IndexedPage {
     }
 }
 
-/// A page, and the page that it's equal to.
+/// A page to replace, and an equal one to keep in its place.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair {
     pub take: IndexedPage,
@@ -54,7 +56,7 @@ pub struct Pair {
     needs_merged: bool,
     /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
-    /// Whether we've read neither page, but kin's pages at equal offsets are likely equal.
+    /// Whether we've read neither page, but expect them to be equal because they're at equal offsets of two clones.
     by_position: bool,
     /// See [`MergeRange::keep_mappers`].
     pub keep_mappers: u32,
@@ -83,7 +85,8 @@ impl Pair {
         self.needs_merged = false;
     }
 
-    /// Whether one range may hold both pairs: they're of the same regions, and named for the same reason.
+    /// Whether one range may hold both pairs: they're of the same regions, and we've read the pages of both pairs or of
+    /// neither.
     fn is_alike(&self, other: &Self) -> bool {
         let slot = |page: IndexedPage| page.location.slot;
         let are_same = slot(self.take) == slot(other.take) && self.keep.map(slot) == other.keep.map(slot);
@@ -110,7 +113,7 @@ pub struct Requests {
     /// first pair with a kept page decides that for the others, too: if we took no headroom for it, there's none for
     /// them either.
     kept: FxHashMap<Location, bool>,
-    /// How many pages we've named so far for each kept page.
+    /// For each kept page: how many pages we've asked to merge with it so far.
     sharers: FxHashMap<Location, u16>,
     /// Contents for which we now keep another page, because the old one was written or is gone, as 32 bits of their
     /// digests. Pages that are still merged with the old one get merged with the new one when we next read them. We
@@ -138,7 +141,8 @@ impl Requests {
         true
     }
 
-    /// Asks to merge a page with kin's at the same offset. We know neither content, and the kernel counts the sharers.
+    /// Asks to merge an unread page with an older clone's at the same offset. We know neither content, and the kernel
+    /// counts the sharers.
     pub fn add_by_position(&mut self, take: IndexedPage, keep: IndexedPage) {
         self.pairs.push(Pair { by_position: true, ..Pair::new(take, Some(keep), Digest::ZERO) });
     }
@@ -157,12 +161,13 @@ impl Requests {
         is_possible
     }
 
-    /// Takes out the cycle's pairs. The caller names each of them again, with relatives.
+    /// Takes out the cycle's pairs. The caller puts each of them back with its relatives ([`Self::name`]).
     pub fn take_pairs(&mut self) -> Vec<Pair> {
         std::mem::take(&mut self.pairs)
     }
 
-    /// Names a pair, together with these pages of relatives. False if the page to keep can't have that many sharers.
+    /// Asks to merge a pair, together with these pages of relatives. False if the page to keep can't have that many
+    /// sharers.
     pub fn name(&mut self, pair: Pair, relatives: &[IndexedPage]) -> bool {
         let sharers = relatives.iter().filter(|page| page.page == pair.take.page).count();
         if pair.keep.is_some_and(|keep| !self.add_sharers(keep, sharers)) {
@@ -177,13 +182,13 @@ impl Requests {
         true
     }
 
-    /// Has the kernel mark the mapping of a page, by naming the page as its own replacement. The kernel marks the
-    /// mapping before it notices that.
+    /// Has the kernel mark the mapping of a page, by asking it to replace the page by itself. The kernel marks the
+    /// mapping before it notices that both pages are the same.
     pub fn mark(&mut self, page: IndexedPage) {
         self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
     }
 
-    /// Names a pair in the next cycle instead.
+    /// Puts a pair off to the next cycle, or drops it if we've put it off too often.
     pub fn put_off(&mut self, pair: Pair) {
         if pair.put_off < PUT_OFF_MOST {
             self.put_off.push(Pair { put_off: pair.put_off + 1, ..pair });
@@ -200,7 +205,7 @@ impl Requests {
         self.left_behind_before = std::mem::take(&mut self.left_behind);
     }
 
-    /// Whether there may be pages merged with a page that we no longer keep for this content.
+    /// Whether pages may still be merged with one that we no longer keep for this content.
     pub fn is_left_behind(&self, digest: Digest) -> bool {
         let content = digest.fingerprint();
         self.left_behind.contains(&content) || self.left_behind_before.contains(&content)
@@ -242,8 +247,8 @@ impl Requests {
         self.kept.clear();
     }
 
-    /// Goes on with the pairs that we've put off. The headroom for the pages that they keep has to be taken again: it may
-    /// have been computed anew since.
+    /// Goes on with the pairs that we've put off. For the pages that they keep we take headroom again, because it may
+    /// have been recomputed since.
     pub fn go_on(&mut self, table: &RegionTable, headroom: &mut Headroom) {
         self.pairs = std::mem::take(&mut self.put_off);
         for pair in &mut self.pairs {
@@ -274,7 +279,7 @@ impl Requests {
         for result in results {
             let pages = u64::from(result.range.take.pages);
             match result.merging {
-                // Digests have nothing to do with these.
+                // We hadn't read these pages, so their outcome says nothing about digests.
                 _ if result.range.needs_own => {}
                 Merging::Merged | Merging::Shared => merged += pages,
                 Merging::Differs => differing += pages,
@@ -379,7 +384,8 @@ impl Requests {
     /// other merges.
     fn record_busy(&mut self, page: MergeRange, table: &mut RegionTable, index: &mut Index, now_ns: u64) {
         let PageRun { region, first, .. } = page.take;
-        // We read a page that we named by position next. If it's still in use then, we find the other one.
+        // If we hadn't read the page, we read it next. If it's still in use then, we find out which page to pair it
+        // with.
         let Some(pair) = self.pair_of(region, first).filter(|pair| !pair.by_position) else { return };
         let mut busy = (region, first);
         if let Some(keep) = pair.keep.filter(|keep| *keep != pair.take) {

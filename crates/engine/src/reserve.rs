@@ -28,10 +28,10 @@ use std::str::FromStr;
 const AUTO_SHARE: Permyriad = Permyriad(500);
 /// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
-/// A state begins when the room falls below an amount. It ends once there's one part in this many more than that
-/// amount.
+/// A state begins when the room falls below an amount. It ends once the room exceeds that amount by one part in this
+/// many.
 const HYSTERESIS: u64 = 8;
-/// How often we look at the memory left, nanoseconds.
+/// How often we check how much memory is left, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
 /// The time between two steps of unmerging, nanoseconds: by then we know how much memory is left.
 const STEP_NS: u64 = 2_000_000_000;
@@ -42,8 +42,8 @@ const OWN_COPIES_NS: u64 = 2_000_000_000;
 /// How much memory we keep free for copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// Enough for the copies that programs are likely to make of merged pages, and at least 5 % of memory. But never more
-    /// than if they copied all merged pages.
+    /// Enough for the copies that programs are likely to make of merged pages, and at least 5 % of memory. But never
+    /// more than if they copied all merged pages.
     #[default]
     Auto,
     /// A share of the machine's memory, and of each limit.
@@ -55,7 +55,7 @@ pub enum Keep {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReserveSettings {
     pub keep: Keep,
-    /// Whether we unmerge memory while less than that is left. The cheapest to unmerge comes first.
+    /// Whether we unmerge memory while less than the reserve is left, starting where merging pays least.
     pub take_back: bool,
 }
 
@@ -236,7 +236,7 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Whether it's time to look again. The host doesn't update its figures more often.
+    /// Whether it's time to check again how much memory is left. The host doesn't update its figures more often.
     pub fn is_due(&mut self, now_ns: u64) -> bool {
         let is_due = now_ns >= self.next_look_ns;
         self.next_look_ns = if is_due { now_ns + LOOK_NS } else { self.next_look_ns };
@@ -256,8 +256,8 @@ impl Reserve {
         self.copies.observe(now_ns, self.counted.saturating_sub(self.own_copies));
     }
 
-    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` an upper bound on a process's part of
-    /// it. Returns whether memory is or was short for some process.
+    /// Checks how much memory is left. `worst` is the machine's saving, and `worst_of` an upper bound on a process's
+    /// part of it. Returns whether memory is or was short for some process.
     pub fn look(
         &mut self,
         keep: Keep,

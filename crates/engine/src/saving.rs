@@ -11,8 +11,9 @@
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! If a relative that we don't merge keeps that frame, merging the others doesn't free it, and `u` counts only frames of
-//! their own. If it's the frame that stays, the figure is too low. (With ksmd we only mark such pages along with others.)
+//! If a relative that we don't merge keeps that frame, merging the others doesn't free it, and `u` counts only frames
+//! of their own. If that frame became the merged one, the figure is too low. (With ksmd we only mark such pages along
+//! with others.)
 //!
 //! Once pages are merged, we can't tell how relatives came to share a frame. If relatives wrote the same contents after
 //! the fork, and ksmd merged these pages before we read them, we take them for sharers by fork.
@@ -20,7 +21,7 @@
 //! For a process's merged zeros we take ksmd's count, or the number of pages that held zeros when we read them and map
 //! the zero page now, whichever is more.
 //!
-//! Up to [`PAGES_MOST`] present pages, we look up every page that may be merged. With more, we look at runs of pages at
+//! Up to [`PAGES_MOST`] present pages, we look up every page that may be merged. With more, we look up runs of pages at
 //! regular distances, at the same addresses in every process, so that we compare relatives.
 
 use crate::host::{Counted, MergedSample, PageRun, PageState};
@@ -33,7 +34,7 @@ use std::collections::BTreeMap;
 
 /// We look up at most this many present pages in one count.
 pub const PAGES_MOST: u64 = 1 << 14;
-/// Looking at addresses without pages costs little. We look at this many addresses at most.
+/// Looking up addresses without pages costs little. We look up this many addresses at most.
 const ADDRESSES_MOST: u64 = 16 * PAGES_MOST;
 /// The length of the runs that we look up if there are more pages.
 const RUN_PAGES: u64 = 16;
@@ -42,7 +43,7 @@ const PAGE_NS: u64 = 60;
 const MERGED_NS: u64 = 900;
 /// We assume that asking for a process's merged zeros costs this much, nanoseconds.
 const PROCESS_NS: u64 = 5_000;
-/// Counting may take this fraction of a core (one part in 2,000), and a quarter of that while nothing changes.
+/// Counting may take one part in this many of a core, and a quarter of that while nothing changes.
 const SHARE: u64 = 2_000;
 /// If KSM has merged more than this many pages since the last count, and a quarter more than before, we don't know the
 /// saving.
@@ -78,7 +79,7 @@ impl Saving {
         Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
     }
 
-    /// Takes the part of a process out that has ended or left the scope. The next count is exact again.
+    /// Takes out the part of a process that has ended or left the scope. The next count is exact again.
     fn forget(&mut self, owner: OwnerKey) {
         let Some(part) = self.by_owner.remove(&owner) else { return };
         let left = (1.0 - part / (self.saved.0 as f64).max(part).max(1.0)).max(0.0);
@@ -115,12 +116,13 @@ impl SavingCounter {
         self.latest.as_ref()
     }
 
-    /// The latest count. `None` if KSM has merged much since, so that we'd show too little: `machine` is its figure now.
+    /// The latest count. `None` if KSM has merged much since, so that we'd show too little: `machine` is its figure
+    /// now.
     pub fn known(&self, machine: Pages) -> Option<&Saving> {
         self.latest().filter(|saving| machine.0 <= saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED)
     }
 
-    /// Takes processes out of the latest count that have ended or left the scope.
+    /// Takes processes that have ended or left the scope out of the latest count.
     pub fn forget(&mut self, owners: &FxHashSet<OwnerKey>) {
         if let Some(saving) = &mut self.latest {
             for &owner in owners {
@@ -159,8 +161,8 @@ impl SavingCounter {
     }
 
     /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly while we're merging
-    /// (`busy`) and once just after, and are rarer while nothing changes. A count takes some milliseconds, so while we're
-    /// `reading` there's at least [`READING_PAUSE_NS`] between two.
+    /// (`busy`) and once just after, and are rarer while nothing changes. A count takes some milliseconds, so while
+    /// we're `reading` there's at least [`READING_PAUSE_NS`] between two.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !busy;
@@ -205,7 +207,8 @@ impl SavingCounter {
         runs
     }
 
-    /// The next pages to look up in a range. They only depend on the addresses, so they're the same in every process.
+    /// The next pages to look up in a range. The choice only depends on the addresses, so it's the same in every
+    /// process.
     fn next_run(&self, from: Vpn, end: Vpn) -> Option<(Vpn, u64)> {
         if self.one_in == 1 {
             return (from < end).then(|| (from, (end.0 - from.0).min(u64::from(u32::MAX))));
@@ -286,7 +289,7 @@ impl SavingCounter {
 #[derive(Clone, Copy, Debug)]
 struct Relatives {
     all: f64,
-    /// How many had a frame of their own.
+    /// How many of the relatives had a frame of their own.
     own: f64,
     /// When we first saw the oldest relative with a frame of its own, and the oldest other one, nanoseconds.
     oldest_own_ns: u64,

@@ -33,8 +33,8 @@ pub struct PageCopy {
     pub active: bool,
 }
 
-/// The sharers of a frame: each process's copy, and how many sharers it stands for. A group's sharers go by the copy of
-/// its first process.
+/// The sharers of a frame: each process's copy, and how many sharers it stands for. In a group, the copy of its first
+/// process stands for all members.
 pub(super) type SharerSet = BTreeMap<PageCopy, u32>;
 
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +51,7 @@ pub(super) struct Frame {
     pub page: Vpn,
 }
 
-/// The group of processes that a process counts with.
+/// The group of processes that a process belongs to, if we count sharers by group.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     first: OwnerKey,
@@ -147,7 +147,7 @@ impl Inventory {
     }
 
     /// The frames, by their set of sharers and the process where we first found them. All members of a group have the
-    /// same set. We tell them apart by process, or some of them could get more than their share.
+    /// same set. Without the process, some members could get more than their share.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {

@@ -36,8 +36,8 @@ const PRIVATE_PAGES_MAX: u64 = 8_192;
 const PAUSE_NS: u64 = 1_000_000_000;
 /// The longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// Within a block of this many pages, neighbouring pages of the same two processes get the same choice, because a run
-/// of pages merges at half the cost of single ones.
+/// If two processes have many neighbouring pages in common, we keep those of the same process within a block of this
+/// many pages, because a run of pages merges at half the cost of single pages.
 const CHOICE_PAGES: u64 = 32;
 /// If fewer than one in this many frames with the same sharers would move, we leave them as they are.
 const SLACK: usize = 200;
@@ -84,7 +84,7 @@ struct Choice {
     stays: Stays,
 }
 
-/// Which of two pages stays when we merge them on request.
+/// Which of two equal pages to keep when we merge them on request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stays {
     /// The page that we knew before.
@@ -198,7 +198,7 @@ impl Placer {
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
     }
 
-    /// Which of two equal pages stays; `page` is the new one. This is nuKSM's choice of the surviving copy (section
+    /// Which of two equal pages to keep; `page` is the new one. This is nuKSM's choice of the surviving copy (section
     /// 4.2), made before the merge. We assume that a page is on the home node of its process.
     pub fn choose(&mut self, known: PageCopy, new: PageCopy, page: Vpn, snapshot: &Snapshot) -> Stays {
         if snapshot.nodes.len() < 2 || known.owner == new.owner {

@@ -50,8 +50,8 @@ impl Sharer {
     }
 }
 
-/// Each node's share of the pages with these sharers, by ascending node. They add up to 1, or there are none if the
-/// pages stay where they are. Only `allowed` nodes have a share.
+/// Each node's share of the pages with these sharers, by ascending node. The shares add up to 1, or there are none if
+/// the pages stay where they are. Only `allowed` nodes have a share.
 pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec<(NodeKey, f64)> {
     let mut weights: BTreeMap<NodeKey, f64> = BTreeMap::new();
     match placement {
@@ -83,7 +83,7 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
 pub struct Carry(BTreeMap<Vec<(NodeKey, u64)>, Vec<f64>>);
 
 impl Carry {
-    /// How many of `pages` each node should have. They add up to `pages`.
+    /// How many of `pages` pages each node should have. The numbers add up to `pages`.
     pub fn quotas(&mut self, pages: usize, shares: &[(NodeKey, f64)]) -> Vec<usize> {
         let key = shares.iter().map(|&(node, share)| (node, share.to_bits())).collect();
         let due = self.0.entry(key).or_insert_with(|| vec![0.0; shares.len()]);
