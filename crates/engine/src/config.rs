@@ -52,27 +52,27 @@ pub struct Config {
     pub mechanism: Mechanism,
     /// Which pages are worth merging.
     pub only: Only,
-    /// The share of one core for pagefold and ksmd together (UKSM `p`). Replaces the governor's.
+    /// The share of one core for pagefold and ksmd together (UKSM `p`), if it's not the governor's.
     pub top_share: Option<Permyriad>,
-    /// How long a global round takes, nanoseconds (UKSM `t`). Replaces the governor's.
+    /// How long a global round takes, nanoseconds (UKSM `t`), if it's not the governor's time.
     pub round_ns: Option<u64>,
-    /// How much we may do to targets in a second: pages read, stops, moves.
+    /// How much we may do to the processes per second: pages read, stops, pages moved.
     pub limits: Limits,
     /// The limits of groups of processes, by their [`GroupKey`](crate::keys::GroupKey).
     pub groups: Vec<GroupLimits>,
-    /// Levels of the ladder (UKSM `N`).
+    /// The number of levels on which we sample regions (UKSM `N`).
     pub levels: usize,
     /// The share of one core for sampling the bottom level (0.2 % in UKSM).
     pub bottom_share: Permyriad,
-    /// The duplicate ratio at which we promote a region (UKSM `V_dup`).
+    /// The duplicate ratio at which a region goes to a higher level (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same ratio when we merge on request. It's lower, because later visits only go to the duplicates, not to
-    /// every marked page.
+    /// The same ratio when we merge on request. It's lower, because then merging costs time for the duplicates only,
+    /// not for every marked page.
     pub request_threshold: Permyriad,
     /// We leave a region alone if this share of its pages changes between two visits (UKSM `V_cow`). At 100 % we also
     /// merge where COW breaks cost more than merges save.
     pub cow_threshold: Permyriad,
-    /// The age a region must have before we promote it (UKSM `V_life`), nanoseconds.
+    /// The age a region must have before it goes to a higher level (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
     /// A region that appears during the run must outlive this many global rounds before we promote it.
     pub probation_rounds: u64,
@@ -135,7 +135,7 @@ impl Config {
         }
     }
 
-    /// The share of a core and the round time under `governor`.
+    /// The governor's pace, with the configured share of a core and round time if there are any.
     pub fn pace(&self, governor: Governor) -> Pace {
         let Pace { top, round_ns, price_ns } = governor.pace();
         Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns), price_ns }

@@ -47,30 +47,31 @@ impl fmt::Display for Verb {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reason {
-    /// The region's process refused to be marked.
+    /// The region's process refused our attempt to mark its memory.
     Refused,
     /// We leave the region's process alone.
     ProcessLeftAlone,
     /// The program soon writes its merged pages, so merges don't pay. We leave this share of the region's pages alone
     /// for a time.
     CowBroken(Permyriad),
-    /// Too many of its pages change between two visits for merges to last.
+    /// Too many of the region's pages change between two visits for merges to last.
     Volatile,
-    /// We unmerged its memory because memory was short.
+    /// We unmerged the region because memory was short.
     TakenBack,
-    /// We unmerged its memory because it was charged to another cgroup, without headroom for it.
+    /// We unmerged the region because its pages were charged to another cgroup, which has no headroom for them.
     Relieved,
-    /// ksmd merged almost none of its duplicates, because these pages or their copies are pinned.
+    /// ksmd merged almost none of the region's duplicates, because these pages or their copies are pinned.
     Unmerged,
     /// We couldn't stop the region's process, and will try again.
     Busy,
-    /// Marking parts of the region would split mappings, and its process may have too few more.
+    /// Marking parts of the region would split mappings, and its process is close to `vm.max_map_count`.
     NoMappings,
     /// The region is too young, or regions of its family have ended young.
     TooYoung,
-    /// Merging it costs more CPU time than the governor allows for a saved page.
+    /// Merging the region costs more CPU time for each saved page than the governor allows.
     DoesNotPay {
-        /// The waiting pages: they'd be marked together, and ksmd would scan twice for all of them.
+        /// The region's pages and others that wait with them: we'd mark them together, and two scans would serve all of
+        /// them.
         wave: Wave,
         /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,
@@ -84,19 +85,20 @@ pub enum Reason {
     NoHeadroom(LimitKey),
     /// The region has many duplicates.
     Duplicate,
-    /// We're reading it, and have read this many of its pages.
+    /// We're reading the whole region, and have read this many pages so far.
     BeingRead(Pages),
     /// The region's level asks for more samples than we've taken, pages.
     TooFewSamples { sampled: Pages, needed: Pages },
-    /// Samples suggest that it has many duplicates.
+    /// Samples suggest that the region has many duplicates.
     Promising,
-    /// We've marked everything worth it, or merged it on request.
+    /// Everything worth merging in the region is marked, or merged on request.
     Done,
-    /// We've read it whole. Its duplicates are too scattered to mark.
+    /// We've read the whole region. Its duplicates are too scattered to be worth marking.
     Scattered,
-    /// This many processes share it through fork, so merging it costs more than it saves.
+    /// This many processes share the region through fork, so merging costs more than it saves.
     SharedByMany(u64),
-    /// It's shared through fork with processes that are out of scope or left alone. They'd keep its frames.
+    /// The region is shared through fork with processes that are out of scope or left alone, which would keep its
+    /// frames.
     SharedWithOutsiders,
     /// Samples show few duplicates.
     #[default]
@@ -157,7 +159,7 @@ impl Decision {
         self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
     }
 
-    /// How long the decision has stood, seconds.
+    /// How long ago we made the decision, seconds.
     pub fn seconds_stood(&self, now_ns: u64) -> f64 {
         now_ns.saturating_sub(self.since_ns) as f64 / 1e9
     }
@@ -185,7 +187,7 @@ pub struct DecisionChange {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionLog {
     changes: VecDeque<DecisionChange>,
-    /// All changes so far, including the ones that we no longer keep.
+    /// How many changes there were so far, including those that we no longer keep.
     number: u64,
 }
 
@@ -206,7 +208,7 @@ impl DecisionLog {
         self.changes.iter()
     }
 
-    /// All changes so far, including the ones that we no longer keep.
+    /// How many changes there were so far, including those that we no longer keep.
     pub fn number(&self) -> u64 {
         self.number
     }

@@ -71,7 +71,7 @@ pub struct Engine {
     ksmd: Ksmd,
     /// The pairs of pages that we ask the kernel to merge, if we merge on request.
     requests: Requests,
-    /// The families of forks whose shared pages we merge.
+    /// The families of forked processes whose shared pages we merge.
     families: Families,
     /// Which merged pages move to another memory node.
     placer: Placer,
@@ -98,7 +98,7 @@ struct Experience {
     lifetimes: Lifetimes,
     /// An earlier run's verdicts.
     verdicts: Verdicts,
-    /// Whether it pays to merge regions of a family by position.
+    /// Whether it pays, for each family, to merge unread pages with those at equal offsets.
     kin: KinRecords,
 }
 
@@ -125,8 +125,8 @@ impl Engine {
         }
     }
 
-    /// Everything the next run can adopt. We know pages merged on request by their digests, and we don't save digests,
-    /// so the next run judges the regions with such pages from scratch.
+    /// Everything the next run can adopt. On request that excludes regions: we know merged pages by their digests,
+    /// which we don't save, so the next run judges all regions from scratch.
     pub fn learned(&self) -> Learned {
         let mut regions = Vec::new();
         if self.carrier().by_marks {
@@ -164,7 +164,7 @@ impl Engine {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
     }
 
-    /// The latest count of the saving, `None` before the first one and while KSM merges much.
+    /// The latest count of the saving. `None` before the first count, and while KSM has merged many more pages since.
     pub fn saving(&self) -> Option<&Saving> {
         self.saving.known(self.snapshot.ksm.saved())
     }

@@ -15,7 +15,7 @@ pub const WINDOW_NS: u64 = 10_000_000_000;
 /// We combine observations that are closer together than this, nanoseconds.
 const OBSERVE_NS: u64 = 20_000_000;
 
-/// A named share and round time.
+/// How fast we work: a share of a core, a round time, and a price for a saved page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Governor {
@@ -63,10 +63,10 @@ impl Governor {
 
     /// The governor that `Auto` chooses while `current` is in force.
     ///
-    /// With plenty of memory that's `Low`. We take the worse of two signs that memory is scarce. One is how long programs
-    /// wait for memory, where the kernel reports it (PSI). The other is how little is still available (ksmtuned starts
-    /// KSM below 20 %). The governor rises at once, and falls only when memory is clearly less scarce, so that it doesn't
-    /// flap.
+    /// With plenty of memory that's `Low`. We take the worse of two signs that memory is scarce. One is how long
+    /// programs wait for memory, where the kernel reports it (PSI). The other is how little is still available
+    /// (ksmtuned starts KSM below 20 %). The governor rises at once, and falls only when memory is clearly less scarce,
+    /// so that it doesn't flap.
     ///
     /// While the programs we merge wait for a CPU (`cpu_pressure`), the governor yields to them: each per cent of that
     /// time counts as one per cent less scarcity. If memory is as scarce as can be, it doesn't yield, because the
@@ -145,7 +145,7 @@ impl Budget {
         spent_ns - before.map_or(0, |&(_, before_ns)| before_ns.min(spent_ns))
     }
 
-    /// CPU time that we may spend at once, nanoseconds.
+    /// CPU time that we may spend now, nanoseconds.
     pub fn room_ns(&self, pace: Pace) -> u64 {
         share_ns(WINDOW_NS, pace.top).saturating_sub(self.spent_ns(WINDOW_NS))
     }
@@ -156,7 +156,7 @@ pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
     time_ns / 10_000 * u64::from(share.0)
 }
 
-/// The period in which this CPU time is that share, nanoseconds: the inverse of [`share_ns`].
+/// The period of which `cpu_ns` is this share, nanoseconds: the inverse of [`share_ns`].
 pub fn period_ns(cpu_ns: u64, share: Permyriad) -> u64 {
     cpu_ns * 10_000 / u64::from(share.0.max(1))
 }

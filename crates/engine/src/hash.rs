@@ -72,7 +72,7 @@ impl Digester {
     }
 }
 
-/// The cache lines of a page.
+/// The number of cache lines in a page.
 pub const LINES: u32 = 64;
 const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
 
@@ -94,7 +94,8 @@ pub struct LineDigester {
 }
 
 impl LineDigester {
-    /// Digests by `lines` lines, 1 to [`LINES`]. Digests with different keys or numbers of lines can't be compared.
+    /// Digests pages by `lines` of their cache lines, 1 to [`LINES`]. Digests with different keys or numbers of lines
+    /// can't be compared.
     pub fn new(key: u64, lines: u32) -> Self {
         let order = keyed_word(key, 8);
         let keys = [0, 1, 2, 3, 4, 5, 6, 7].map(|number| keyed_word(key, number));

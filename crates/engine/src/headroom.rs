@@ -14,8 +14,8 @@
 //! the first, and nothing is merged while ksmd rests. So pagefold may safely be stopped or killed after merging. Only a
 //! growing program or a lowered limit changes that, and [`crate::relief`] is for those cases.
 //!
-//! Merged zeros count, too. The kernel's zero page is charged to nobody, but the room that they've left may be used up by
-//! the time when their programs write them.
+//! Merged zeros count, too. The kernel's zero page is charged to nobody, but other memory may have filled the freed
+//! room by the time programs write to their zeros.
 //!
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
@@ -67,13 +67,13 @@ pub struct Headroom {
 }
 
 impl Headroom {
-    /// Sets whether we may use half of the reserve, too, until the next look. If a page joins one that others have
-    /// merged already, its cgroup pays nothing, and the reserve is whole again after two scans.
+    /// Sets whether we may use half of the reserve, too, until the next [`Self::look`]. If a page merges with an
+    /// already merged one, its cgroup pays nothing, and the reserve is whole again after two scans.
     pub fn lend(&mut self, lends: bool) {
         self.lends = lends;
     }
 
-    /// Recomputes the headroom below every limit that was read since the last look. `mergeable` are the pages that may
+    /// Recomputes the headroom below every limit that was read since the last call. `mergeable` are the pages that may
     /// be merged already, of every process in scope, and `total` is the machine's memory.
     pub fn look(&mut self, keep: Keep, total: Pages, limits: &[LimitView], mergeable: &FxHashMap<OwnerKey, Pages>) {
         let before = std::mem::take(&mut self.limits);
@@ -182,8 +182,8 @@ impl Headroom {
         exceeded
     }
 
-    /// Decides which of two equal pages stays, preferring `chosen`. That page stays charged to its process's cgroup,
-    /// which needs headroom for it. The other page needs none, because its charge ends. Uses up the headroom.
+    /// Decides which of two equal pages to keep, `chosen` if possible. The kept page stays charged to its process's
+    /// cgroup, whose headroom we use up. The other page needs none, because its charge ends.
     pub fn stays(&mut self, chosen: Stays, known: OwnerKey, new: OwnerKey) -> Stays {
         let candidates = match chosen {
             Stays::Known => [(Stays::Known, known), (Stays::New, new)],

@@ -50,21 +50,21 @@ pub struct Snapshot {
     pub mechanism: Mechanism,
     /// Whether the host can look up merged frames. If not, we take the saving from KSM's counters.
     pub shows_frames: bool,
-    /// Whether samples can tell a merged page that nobody else maps ([`PageSample::lone`]).
+    /// Whether samples show that no other process maps a merged page any more ([`PageSample::lone`]).
     pub shows_lone: bool,
     /// Whether pages can be hashed in place, by some of their cache lines.
     pub hashes_lines: bool,
     pub memory: MemoryView,
     /// The share of the last 10 s in which some task waited for a CPU (PSI `some avg10` in `cpu.pressure`): the highest
-    /// of all cgroups with a process that we judge and no quota in effect. `None` if the kernel doesn't report it. May be
-    /// some seconds old.
+    /// of all cgroups with a process that we judge and no quota in effect. `None` if the kernel doesn't report it. May
+    /// be some seconds old.
     pub cpu_pressure: Option<Permyriad>,
     /// Cgroup limits on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.
     pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// Each process's part of the frames of its regions, each divided among the pages that map it, as Pss counts. May be
-    /// some seconds old. If it's unknown, we take the resident pages.
+    /// Each process's part of the frames in its regions. As in Pss, the pages that map a frame share it equally. May be
+    /// some seconds old. Processes without a figure count with their resident pages.
     pub held: Arc<BTreeMap<OwnerKey, Pages>>,
     /// Whether any process outside the trust domain that ksmd merges still has marked memory.
     pub foreign_marks: bool,
@@ -82,7 +82,7 @@ pub enum Mechanism {
     /// We mark spans, and ksmd searches them for equal pages.
     #[default]
     Ksmd,
-    /// We name pairs of pages, and the kernel merges the equal ones (`/dev/ksm`). We mark and scan nothing.
+    /// We give the kernel pairs of pages through `/dev/ksm`, and it merges the equal ones. We mark and scan nothing.
     Request,
 }
 
@@ -122,7 +122,7 @@ pub struct RegionView {
     /// The process's key that stays the same in other runs.
     pub lasting: LastingKey,
     pub family: FamilyKey,
-    /// The processes that share memory with this one through fork.
+    /// Processes with this key were forked from each other, and may share memory.
     pub lineage: LineageKey,
     pub domain: DomainKey,
     /// The first page of its address range.
@@ -133,7 +133,8 @@ pub struct RegionView {
     pub resident: Pages,
     /// How many pages of the range are marked mergeable, if ksmd does the merging.
     pub marked: Pages,
-    /// Whether the mapping is marked because we named one of its pages on request. Then its pages may be merged.
+    /// Whether the mapping is marked because we asked the kernel to merge one of its pages. Then its pages may be
+    /// merged.
     pub named: bool,
     /// Whether we leave the region's process alone for now. Then we neither read nor change the region, and its marks
     /// stay.
@@ -262,8 +263,8 @@ pub struct SamplePlan {
     /// For private pages of these regions, also report whether the page was active before we read it, and whether it's
     /// a merged page that nobody else maps any more.
     pub activity: BTreeSet<RegionKey>,
-    /// Read pages of these regions that are shared through fork, too. Each region comes with all regions of its family,
-    /// itself included, for [`PageSample::outsiders`].
+    /// In these regions, also read pages that are shared through fork. Each region comes with all regions of its
+    /// family, itself included, for [`PageSample::outsiders`].
     pub forked: BTreeMap<RegionKey, Vec<Span>>,
     /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,
@@ -296,7 +297,7 @@ pub struct Samples {
     pub cpu_ns: u64,
 }
 
-/// The part of a count that doesn't come from merged frames.
+/// The part of a count of the saving that doesn't come from merged frames.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
     /// Each process's pages that ksmd made map the kernel's zero page instead of a frame of zeros.
@@ -339,12 +340,12 @@ pub struct PageSample {
     pub huge: bool,
     /// The page's digest, if we read pages in this state ([`PageState::is_read`]).
     pub digest: Digest,
-    /// If the plan asked for it: whether page reclaim keeps it on its active list.
+    /// If the plan asked for it: whether page reclaim keeps the page on its active list.
     pub active: bool,
-    /// If the plan asked for it: whether a private page is a merged one that only this process still maps, because
-    /// others wrote theirs.
+    /// If the plan asked for it: whether a page that looks private is a merged one that only this process still maps,
+    /// because others wrote theirs.
     pub lone: bool,
-    /// If the plan asked for it: whether a page shared through fork is, or may be, mapped by others than its family.
+    /// If the plan asked for it: whether processes outside its family map a page shared through fork, or may map it.
     pub outsiders: bool,
     /// The NUMA node of a private page, on a machine with several.
     pub node: Option<NodeKey>,
@@ -454,24 +455,24 @@ impl Actions {
 pub struct MergeRange {
     /// The pages to replace.
     pub take: PageRun,
-    /// The pages that replace them.
+    /// The pages to keep in their place.
     pub keep: Keep,
     /// Only merge if the page to keep is merged already. Otherwise the kept page's cgroup would have to pay for one
     /// more page, and has no headroom for it.
     pub needs_merged: bool,
-    /// Only merge pages that nobody else maps: we haven't read them. The others count as absent.
+    /// Only replace pages that no other process maps, because we haven't read them. All others count as absent.
     pub needs_own: bool,
-    /// Only keep pages that at most this many processes map, or that are merged. More map a page if it's shared through
-    /// fork with processes that we don't see, and all of them would get it merged. 0 for the zero page.
+    /// Only keep pages that are merged already, or that at most this many processes map. If more processes map a page,
+    /// they share it through fork, and we don't see some of them, which would get it merged, too. 0 for the zero page.
     pub keep_mappers: u32,
 }
 
-/// The pages that replace others in a merge.
+/// The pages to keep in a merge, in place of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// As many neighbouring pages, starting with this one.
+    /// As many neighbouring pages as the merge replaces, starting with this one.
     Run(RegionKey, Vpn),
-    /// This one page, for the whole range.
+    /// This one page, in place of the whole range.
     Page(RegionKey, Vpn),
     /// The kernel's zero page.
     Zero,
@@ -511,7 +512,7 @@ impl MergeRange {
     }
 }
 
-/// A merged frame, named by a page that maps it, and the node to move it to.
+/// A merged frame, given by a page that maps it, and the node to move it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     pub region: RegionKey,
@@ -522,7 +523,7 @@ pub struct Move {
 /// How much to do in one stop of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StopSize {
-    /// At most this many system calls that mark.
+    /// At most this many system calls that mark memory.
     pub marks: u32,
 }
 
@@ -573,7 +574,7 @@ pub struct Outcome {
     pub stops: Vec<Stops>,
     /// Huge pages collapsed again in memory that we unmarked because merges there don't last.
     pub collapsed: u64,
-    /// How many frames moved. The other pages had changed, or the kernel refused to move them.
+    /// How many frames moved. The others had changed, or the kernel refused to move them.
     pub moved: u64,
     /// CPU time of moving, nanoseconds.
     pub move_ns: u64,
@@ -591,7 +592,7 @@ pub struct ChangeResult {
 pub struct Stops {
     pub owner: OwnerKey,
     pub number: u32,
-    /// The longest, nanoseconds.
+    /// The longest stop, nanoseconds.
     pub longest_ns: u64,
     /// The total of all stops, nanoseconds.
     pub total_ns: u64,
@@ -612,7 +613,7 @@ pub enum Marking {
     Done(Pages),
     /// The host couldn't stop the target. A later attempt may succeed.
     Busy,
-    /// It would split mappings, and the target may have too few more. A later attempt may succeed.
+    /// The change would split mappings, and the target is close to `vm.max_map_count`. A later attempt may succeed.
     NoMappings,
     /// We must not touch the target, or it has ended. Don't try again.
     Refused,
@@ -635,13 +636,14 @@ pub enum Merging {
     Shared,
     /// The two pages' contents differ.
     Differs,
-    /// One of the pages isn't present, isn't mapped any more, or isn't merged or its process's own though it has to be.
+    /// One of the pages isn't present, isn't mapped any more, or doesn't meet [`MergeRange::needs_merged`] or
+    /// [`MergeRange::needs_own`].
     Absent,
     /// One of the pages is in use in a way that prevents a merge now. A later attempt may succeed.
     Busy,
     /// One of the pages can never be merged.
     Ineligible,
-    /// The page to keep has all the sharers it may have, or more than we know.
+    /// The page to keep can't have more sharers, or already has more than we know of ([`MergeRange::keep_mappers`]).
     Full,
     /// The host didn't try, for example because it leaves the process alone, or the process has ended.
     Untried,

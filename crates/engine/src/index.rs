@@ -144,7 +144,7 @@ impl Index {
         self.len == 0
     }
 
-    /// The memory of the index, bytes.
+    /// How much memory the index takes, bytes.
     pub fn bytes(&self) -> usize {
         let entries: usize = self.trees.iter().map(Vec::capacity).sum();
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()

@@ -114,7 +114,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Records the state of the machine. `exited` are the pages that KSM counts as merged although they're gone.
+    /// Records the state of the machine. `exited` is the number of pages that KSM counts as merged although they're
+    /// gone.
     pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, exited: Pages, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;

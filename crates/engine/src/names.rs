@@ -1,4 +1,4 @@
-//! Settings with names.
+//! Settings that users choose by name.
 
 /// Implements [`Display`](std::fmt::Display) and [`FromStr`](std::str::FromStr) for an enum with a table `NAMES` of its
 /// names and values. `$noun` is the error's name for such a setting.

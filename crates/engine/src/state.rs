@@ -73,8 +73,8 @@ pub struct Activity {
     pub paused: bool,
     /// Whether we're reading or merging.
     pub busy: bool,
-    /// Roughly how long until what we're reading now is read and merged, if nothing changes. `None`: we aren't at it,
-    /// or haven't measured the cost yet.
+    /// Roughly how long it takes until the memory that we're reading now is read and merged, if nothing changes.
+    /// `None`: there's nothing to do, we're paused, or haven't read anything yet.
     pub done_in_seconds: Option<f64>,
     /// Whether we may control KSM.
     pub ksm_driven: bool,
@@ -314,7 +314,7 @@ impl RegionTotals {
 #[serde(default)]
 pub struct MemoryTotal {
     pub resident_bytes: u64,
-    /// What would be held if nothing were merged. We only know it of processes.
+    /// How much memory they'd hold if nothing were merged. Only filled in for processes, and for all memory.
     pub unmerged_bytes: u64,
     pub marked_bytes: u64,
     /// How much of the memory we expect to be merged, including the copies that stay.

@@ -7,7 +7,7 @@ use std::ops::AddAssign;
 pub const LENGTHS_NS: [u64; 11] =
     [25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 25_000_000, 100_000_000];
 
-/// How many stops each class of length has had.
+/// How many stops there were in each class of [`LENGTHS_NS`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopLengths(pub [u64; LENGTHS_NS.len() + 1]);
 

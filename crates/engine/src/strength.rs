@@ -3,8 +3,8 @@
 //! Hashing few lines is cheap, but pages that differ may then have the same digest. The kernel compares such pages
 //! before it merges them, and that comparison is wasted. From then on we digest pages with that digest by all of their
 //! lines, which is enough if few contents are alike. If many are, it's better to hash all pages by more lines. UKSM
-//! moves its strength in small steps towards the greatest benefit. For us a change is costly, because we must read the
-//! pages of all processes again. So we only make a change that has paid for itself:
+//! changes how much of a page it hashes in small steps, towards the greatest benefit. For us a change is costly,
+//! because we must read the pages of all processes again. So we only make a change that has paid for itself:
 //!
 //! - The number of lines rises once wasted comparisons have cost more than stronger hashes of the same pages would
 //!   have, plus stronger hashes of everything in the index. It rises at once to the highest number for which that's
@@ -42,7 +42,7 @@ pub struct Strength {
     /// How much hashing the lowest number would have saved since the last change, in cache lines.
     gain: u64,
     gain_wanted: u64,
-    /// The number before we tried the lowest one again.
+    /// The number of lines before we tried the lowest number again.
     before: Option<u32>,
 }
 
@@ -53,8 +53,7 @@ impl Default for Strength {
 }
 
 impl Strength {
-    /// How many lines of each page to hash. [`LINES`]: read and digest the page, which costs no more than hashing all
-    /// lines.
+    /// How many lines of each page to hash. [`LINES`] means: read and digest the whole page, which costs no more.
     pub fn lines(&self) -> u32 {
         self.lines
     }

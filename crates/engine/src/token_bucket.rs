@@ -1,4 +1,4 @@
-//! Limits work that may wait to a small share of a core. It's done in small portions, spread over time.
+//! Limits work that may wait to a small share of a core. We do such work in small portions, spread over time.
 
 use crate::governor::share_ns;
 use crate::units::Permyriad;
