@@ -42,7 +42,7 @@ impl Only {
     const NAMES: [(&'static str, Self); 2] = [("all", Self::All), ("zeros", Self::Zeros)];
 }
 
-named!(Only, "choice of pages");
+named!(Only, "kind of pages");
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {

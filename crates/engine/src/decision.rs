@@ -119,7 +119,7 @@ impl fmt::Display for Reason {
             Self::NoMappings => f.write_str("its process has no mappings to spare"),
             Self::TooYoung => f.write_str("too young"),
             Self::DoesNotPay { .. } => f.write_str("doesn't pay yet"),
-            Self::AwaitsNewcomers => f.write_str("newcomers are read first"),
+            Self::AwaitsNewcomers => f.write_str("new regions are read first"),
             Self::Duplicate => f.write_str("many duplicates"),
             Self::BeingRead(_) => f.write_str("being read whole"),
             Self::TooFewSamples { .. } => f.write_str("too few samples"),
