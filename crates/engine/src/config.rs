@@ -74,7 +74,7 @@ pub struct Config {
     pub cow_threshold: Permyriad,
     /// The age a region must have before it goes to a higher level (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
-    /// A region that appears during the run must outlive this many global rounds before we promote it.
+    /// A region that appears during the run must outlive this many global rounds before it goes to a higher level.
     pub probation_rounds: u64,
     /// We mark an extent if its share of duplicates is at least this high.
     pub density: Density,

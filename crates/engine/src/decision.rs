@@ -230,9 +230,9 @@ pub enum Kind {
     Sparse,
     /// Merges don't last, because the program writes the pages.
     CowBroken,
-    /// Too young to know whether it stays, or regions of its family have ended young.
+    /// The region is too young to know whether it will last, or regions of its family have ended young.
     ShortLived,
-    /// Duplicates that stay: worth merging.
+    /// Many duplicates that last: worth merging.
     StaticallyDuplicated,
 }
 

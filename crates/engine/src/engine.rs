@@ -59,7 +59,7 @@ pub struct Engine {
     running: bool,
     /// Everything we read in this cycle.
     plan: Plan,
-    /// Our costs so far, and the bounds on them.
+    /// How much CPU time and work we've spent, and how much we may still spend.
     spending: Spending,
     /// The regions in scope, and our verdicts on them.
     table: RegionTable,
@@ -79,7 +79,7 @@ pub struct Engine {
     room: CopyRoom,
     /// How much we save.
     saving: SavingCounter,
-    /// Experience with earlier regions, by which we judge new ones.
+    /// Experience with earlier regions, by which we judge new regions.
     experience: Experience,
     ledger: Ledger,
     /// The last changes of decisions.

@@ -158,7 +158,7 @@ impl Headroom {
         }
     }
 
-    /// Whether a process is below a limit, so that its cgroup needs headroom to keep pages for others.
+    /// Whether a process is below a limit, so that its cgroup needs headroom to keep merged pages for other cgroups.
     pub fn is_limited(&self, owner: OwnerKey) -> bool {
         self.of_owner.contains_key(&owner)
     }

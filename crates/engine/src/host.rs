@@ -117,19 +117,19 @@ pub struct OwnerView {
 pub struct RegionView {
     /// The region's identity, which stays the same when the region grows, shrinks or is split.
     pub key: RegionKey,
-    /// The process it belongs to.
+    /// The process that the region belongs to.
     pub owner: OwnerKey,
-    /// The process's key that stays the same in other runs.
+    /// A key of the process that's the same in every run.
     pub lasting: LastingKey,
     pub family: FamilyKey,
     /// Processes with this key were forked from each other, and may share memory.
     pub lineage: LineageKey,
     pub domain: DomainKey,
-    /// The first page of its address range.
+    /// The first page of the region's address range.
     pub first: Vpn,
-    /// The length of its address range.
+    /// The length of the region's address range.
     pub pages: Pages,
-    /// Anonymous pages present in it. May be some seconds old.
+    /// Anonymous pages present in the region. May be some seconds old.
     pub resident: Pages,
     /// How many pages of the range are marked mergeable, if ksmd does the merging.
     pub marked: Pages,
@@ -212,13 +212,14 @@ pub struct MemoryView {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
     pub key: LimitKey,
-    /// How much memory its processes may have. 0 if we don't know yet.
+    /// How much memory the cgroup's processes may have. 0 if we don't know yet.
     pub limit: Pages,
-    /// How much of it is left. Page cache that the kernel would reclaim before it kills a process counts as left.
+    /// How much of the limit is left. Page cache that the kernel would reclaim before it kills a process counts as
+    /// left.
     pub left: Pages,
-    /// The processes in scope that it applies to.
+    /// The processes in scope that the limit applies to.
     pub owners: Vec<OwnerKey>,
-    /// When the host last read it, nanoseconds.
+    /// When the host last read the limit, nanoseconds.
     pub read_ns: u64,
 }
 
@@ -398,13 +399,13 @@ pub struct Change {
 /// Why we mark or unmark a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// Marked because of its duplicates.
+    /// Marked because of the span's duplicates.
     Duplicate {
         /// Pages that are zero or exist elsewhere, too.
         duplicate: Pages,
         resident: Pages,
     },
-    /// Unmarked because merges in it don't last.
+    /// Unmarked because merges in the span don't last.
     CowBroken {
         /// How long a merged page lasts there until its program writes it, nanoseconds.
         lasts_ns: u64,

@@ -1,4 +1,4 @@
-//! Everything one run has learned that the next one adopts, so that a restart doesn't search all memory again.
+//! Everything that one run learns and the next run adopts, so that a restart doesn't search all memory again.
 //!
 //! We keep verdicts on families and on regions of living processes, in counts of pages. We keep neither digests nor
 //! anything else that would let somebody guess contents. So the next run knows no contents at first. It reads a
@@ -54,7 +54,7 @@ pub struct LearnedRegion {
     pub first: Vpn,
     /// The region's length.
     pub pages: Pages,
-    /// Anonymous pages present in it.
+    /// Anonymous pages present in the region.
     pub resident: Pages,
     /// Present pages that ksmd has visited twice.
     pub visited: Pages,
@@ -133,7 +133,7 @@ pub(crate) fn verdict(
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Verdicts {
     pending: BTreeMap<(LastingKey, Vpn), LearnedRegion>,
-    /// When we forget them, nanoseconds.
+    /// When we forget the pending verdicts, nanoseconds.
     until_ns: Option<u64>,
 }
 
@@ -235,8 +235,8 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
     }
 }
 
-/// We don't know the contents of adopted regions. If a new region of their family appears, we read one of them whole
-/// again, so that we find the pages that the new region has in common with it.
+/// We don't know the contents of adopted regions. If a new region of their family appears, we read one of the adopted
+/// regions whole again, so that we find the pages that the two have in common.
 pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
     if !table.iter().any(is_adopted) {
         return;

@@ -12,18 +12,17 @@
 //!
 //! | question | module |
 //! | --- | --- |
-//! | What does the core see, and what can it order? | [`host`]: snapshots, samples, actions, results |
+//! | What does the engine see, and what can it order? | [`host`]: snapshots, samples, actions, results |
 //! | What do we know about one region? | [`region`]; all regions: [`region::table`] |
 //! | What do we read? | [`sampling`]: the ladder of levels, estimates from samples |
 //! | What do we mark or unmark? | [`marking`]: dense extents, COW-broken and short-lived regions |
 //! | When does ksmd scan? | [`merging`] |
 //! | Which pages do we merge with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
-//! | How much may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
-//! | Is there memory for the copies if programs write to merged pages? | [`reserve`]; below cgroup limits:
-//! [`headroom`], [`relief`] |
+//! | How much may it cost? | [`governor`]: CPU time; [`limits`]: pages, stops; [`token_bucket`]: work that may wait |
+//! | Is there memory for copies of merged pages? | [`reserve`]; below cgroup limits: [`headroom`], [`relief`] |
 //! | Which contents have we seen? | [`index`], by [`hash`]; how much of a page we hash: [`strength`] |
-//! | What does the next run keep of our knowledge? | [`learned`] |
+//! | What does the next run learn from this one? | [`learned`] |
 //! | How much do we save? | [`saving`] |
 //! | What have we done and spent? | [`ledger`]; lengths of stops: [`stops`] |
 //! | What happens to a region next, and why? | [`decision`] |

@@ -48,11 +48,11 @@ impl Default for Limits {
 /// Limits for all processes of a group together, in addition to the run's own limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupLimits {
-    /// The share of one core that we may use to read and judge their memory.
+    /// The share of one core that we may use to read and judge the group's memory.
     pub share: Option<Permyriad>,
-    /// Pages read from them per second.
+    /// Pages read from the group's processes per second.
     pub pages: Option<u64>,
-    /// Stops of them per second.
+    /// Stops of the group's processes per second.
     pub stops: Option<u64>,
 }
 

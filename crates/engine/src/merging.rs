@@ -26,7 +26,7 @@ const LIMITS_NS: u64 = 10_000_000_000;
 const KICK_NS_MAX: u64 = 3_000_000_000;
 /// If the governor allows at least this share of a core, we kick scans instead of pacing them, parts in 10,000.
 const KICK_SHARE: u32 = 9_000;
-/// The highest usual cost of a page, nanoseconds: ksmd merges the page, and its trees don't hold a copy yet.
+/// The highest usual cost of a page, nanoseconds: the page is merged, and ksmd's trees don't hold its content yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;
 /// The cost of freeing ksmd's record of a page that's gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
@@ -207,7 +207,7 @@ impl ScanScheduler {
         let Inputs { now_ns, ksm, .. } = *inputs;
         self.measure(inputs);
         if !ksm.ours {
-            // Due scans stay due until KSM is ours again. We drop the scan in progress.
+            // We drop the scan in progress. Scans that are due remain so until we control KSM again.
             self.scan_in_progress = None;
             return ScanOrder::Keep;
         }

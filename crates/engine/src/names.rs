@@ -1,7 +1,7 @@
 //! Settings that users choose by name.
 
 /// Implements [`Display`](std::fmt::Display) and [`FromStr`](std::str::FromStr) for an enum with a table `NAMES` of its
-/// names and values. `$noun` is the error's name for such a setting.
+/// names and values. Errors call such a setting a `$noun`.
 #[macro_export]
 macro_rules! named {
     ($type:ty, $noun:literal) => {

@@ -68,7 +68,7 @@ pub struct Region {
     /// Results of reading the region whole.
     pub extents: Extents,
     pub marks: Marks,
-    /// What the region's process does with its pages.
+    /// How the region's process uses its pages.
     pub usage: Usage,
     pub fork: Fork,
     /// The number of the region's family by fork, if it overlaps regions of other processes in scope that are related

@@ -1,8 +1,8 @@
 //! Relief for a cgroup that keeps more merged pages for others than its limit has headroom for.
 //!
-//! If only merging added pages, [`crate::headroom`] would prevent that. But programs may grow after we merged their
-//! pages, or somebody may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its
-//! new copies at once, and the kept ones stay for the others. So we give the others copies of their own, charged to
+//! [`crate::headroom`] keeps merging from causing that. But programs may grow after we merged their pages, or somebody
+//! may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its new copies at
+//! once, and keeps the merged ones for other cgroups. So we give the other cgroups copies of their own, charged to
 //! them, if they have room.
 //!
 //! Only in this case do we look up who maps which frame, and which frames are charged to the cgroup. So we know
@@ -13,8 +13,8 @@
 //! at worst        = without merging + frames charged to it that others map
 //! ```
 //!
-//! If a cgroup would exceed its limit even without merging, we can't help: its programs can't all have the memory they
-//! want, with or without us.
+//! If a cgroup would exceed its limit even without merging, we can't help: its programs need more memory than it
+//! allows.
 //!
 //! Some of its own pages are marked but not merged, because they were written. If they merged again, they could add to
 //! the pages that the cgroup keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
@@ -44,7 +44,7 @@ pub fn margin_below(limit: Pages) -> Pages {
     UNMERGE_MARGIN.min(Pages(limit.0 / 4))
 }
 
-/// We look up at most this many pages for one cgroup, and in one cycle.
+/// We look up at most this many pages for one cgroup in all, and at most this many in one cycle.
 const LOOKED_UP_MOST: u64 = 1 << 24;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two surveys of who maps the charged pages, nanoseconds. It doubles while they find nothing

@@ -94,7 +94,7 @@ impl Pair {
     }
 }
 
-/// Digests that turned out to collide.
+/// Digests that pages with different contents turned out to have in common.
 #[derive(Debug, Default)]
 pub struct Collisions {
     pub digests: Vec<Digest>,
@@ -352,7 +352,7 @@ impl Requests {
             _ if by_position => {}
             // The page was merged before. Other pages may still be merged with its old partner.
             Merging::Merged => self.leave_behind(digest),
-            // The relative's program has written its page, which we haven't read: we learn nothing from that.
+            // The relative's program has written to the page there, which we hadn't read: we learn nothing from that.
             _ if is_relative => {}
             Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
             // From now on we keep this page for the content.

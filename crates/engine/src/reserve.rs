@@ -1,8 +1,8 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
-//! A write to a merged page needs a page for the copy. At worst programs want back everything that we save. The likely
-//! amount is what they took back in the worst hour of the last day. We compare the memory left, on the machine and
-//! below each cgroup limit, with both:
+//! A write to a merged page needs a page for the copy. At worst, programs take back everything that we save. The likely
+//! amount is as much as they took back in the worst hour of the last day. We compare the memory left, on the machine
+//! and below each cgroup limit, with both:
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
 //!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much

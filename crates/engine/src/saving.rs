@@ -1,10 +1,11 @@
 //! Counts how much merging saves the processes in scope, by frames.
 //!
-//! KSM's own counters don't show how much that is. They cover the whole machine, they keep counting pages that were
-//! unmapped or written until ksmd's next scan, and they count each child of a fork. So once in a while we look up which
-//! merged frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If
-//! nothing had been merged, the `f` processes forked from each other that map it at the same address would hold `u`
-//! frames: one for each that had a frame of its own when we read it, and one for the others, who share it through fork.
+//! KSM's own counters don't show how much merging saves them. They cover the whole machine, they keep counting pages
+//! that were unmapped or written until ksmd's next scan, and they count each child of a fork. So once in a while we
+//! look up which merged frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as
+//! Pss counts). If nothing had been merged, the `f` processes forked from each other that map it at the same address
+//! would hold `u` frames: one for each that had a frame of its own when we read it, and one for the others, who share
+//! it through fork.
 //!
 //! ```text
 //! saved            = sum over pages of u/f - 1/n
@@ -101,7 +102,7 @@ pub struct SavingCounter {
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
     has_changed: bool,
-    /// How many pages this cycle's plan looks up, if it counts.
+    /// How many pages this cycle's plan looks up, if it counts the saving.
     asking: Option<u64>,
     one_in: u64,
     /// The number of counts so far. Each begins at another page.
@@ -131,7 +132,7 @@ impl SavingCounter {
         }
     }
 
-    /// Whether this cycle's plan counts.
+    /// Whether this cycle's plan counts the saving.
     pub fn is_asking(&self) -> bool {
         self.asking.is_some()
     }

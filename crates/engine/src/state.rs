@@ -88,8 +88,7 @@ pub struct MemoryState {
     pub available_bytes: u64,
     /// Anonymous memory in regions.
     pub resident_bytes: u64,
-    /// The memory that the processes would hold if nothing were merged: what they hold, each frame divided among its
-    /// mappings, and what merging saves.
+    /// The memory that the processes would hold if nothing were merged: the Pss of their regions, plus the saving.
     pub unmerged_bytes: u64,
     /// The saving. `None` before the first count, and while KSM merges much more than was counted.
     pub saved_bytes: Option<u64>,
@@ -271,7 +270,7 @@ pub struct KindTotal {
 pub struct LevelTotal {
     /// The level's number, from 1.
     pub level: usize,
-    /// The share of a core it may use.
+    /// The share of a core that the level may use.
     #[serde(with = "as_fraction")]
     pub share: Permyriad,
     pub regions: usize,
@@ -314,10 +313,10 @@ impl RegionTotals {
 #[serde(default)]
 pub struct MemoryTotal {
     pub resident_bytes: u64,
-    /// How much memory they'd hold if nothing were merged. Only filled in for processes, and for all memory.
+    /// How much memory there would be if nothing were merged. Only filled in for processes, and for all memory.
     pub unmerged_bytes: u64,
     pub marked_bytes: u64,
-    /// How much of the memory we expect to be merged, including the copies that stay.
+    /// How much of the memory we expect to be merged, including the copies that we keep.
     pub expected_bytes: u64,
 }
 

@@ -122,7 +122,8 @@ impl Engine {
         let pace = self.pace();
         self.welcome_clones();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
-        // Only now we look for memory that didn't merge: new regions may just have become old enough to be read.
+        // We look for memory that didn't merge only after promoting regions: new ones may just have become old enough
+        // to be read.
         if self.plan.has_counted {
             self.find_unmerged(&samples.merged, samples.counted.as_ref());
         } else if self.snapshot.shows_frames && self.is_nothing_merged() {

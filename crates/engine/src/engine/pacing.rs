@@ -1,4 +1,4 @@
-//! What cycles cost, how much CPU time reading may take now, and how long to wait until the next cycle.
+//! Keeps track of the cost of cycles, of how much CPU time reading may take now, and of the wait until the next cycle.
 
 use super::Engine;
 use crate::config::Config;

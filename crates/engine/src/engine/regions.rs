@@ -60,8 +60,8 @@ impl Engine {
         }
     }
 
-    /// Notes new regions that are marked already: an earlier run has merged pages there, or we have, and the mapping has
-    /// grown or moved since. `ended` are the mappings of regions that have ended.
+    /// Notes new regions that are marked already: an earlier run has merged pages there, or we have, and the mapping
+    /// has grown or moved since then. `ended` are the mappings of regions that have ended.
     fn note_merged_before(&mut self, now_ns: u64, is_first: bool, ended: &FxHashSet<RegionKey>) {
         let mut children = Vec::new();
         for (slot, region) in self.table.numbered_mut() {

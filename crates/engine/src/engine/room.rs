@@ -19,7 +19,7 @@ pub(super) struct CopyRoom {
     pub reserve: Reserve,
     /// How much we may still merge below cgroup limits.
     pub headroom: Headroom,
-    /// Cgroups that keep too many merged pages for others.
+    /// Unmerges pages for cgroups that keep too many merged pages for other cgroups.
     pub relief: Relief,
     /// Whether a cgroup may exceed its limit, and we haven't found out yet who maps the pages charged to it.
     needs_relief: bool,
@@ -104,7 +104,7 @@ impl Engine {
         }
     }
 
-    /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
+    /// Whether ksmd may not merge now, because a cgroup may already keep too many merged pages for other cgroups.
     pub(super) fn may_not_merge(&self) -> bool {
         self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.unmarking.is_relieving()
     }

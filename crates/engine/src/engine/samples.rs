@@ -48,7 +48,8 @@ impl Engine {
         if sample.outsiders && sample.state == PageState::Shared {
             region.usage.outside.insert(sample.page);
         } else if !by_marks || sample.state != PageState::Merged {
-            // We keep a page that ksmd has merged in the set: outsiders may still map the frame that it had before.
+            // Pages that ksmd has merged remain in the set: outsiders may still map the frames that these pages had
+            // before.
             region.usage.outside.remove(sample.page);
         }
         if sample.state == PageState::Shared {
@@ -82,9 +83,8 @@ impl Engine {
         }
     }
 
-    /// Observes how long a merged page lasts. ksmd has merged nothing since it began to rest, so the page has been
-    /// merged at least since then. We only observe pages in our marks, or on request pages that were written after a
-    /// merge.
+    /// Observes how long a merged page lasts. ksmd has merged nothing since it became idle, so the page has been merged
+    /// at least since then. We only observe pages in our marks, or on request pages that were written after a merge.
     fn observe_merged(&mut self, slot: u32, page: Vpn, digest: Digest) {
         if !self.plan.visiting {
             return;

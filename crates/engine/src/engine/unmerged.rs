@@ -121,7 +121,7 @@ impl Engine {
     }
 }
 
-/// Whether a count that looks up one page in `one_in` includes enough of a region's duplicates.
+/// Whether a count of merged pages that looks up one page in `one_in` includes enough of a region's duplicates.
 fn is_counted(region: &Region, one_in: u64) -> bool {
     region.merged_by_ksmd().0 / one_in >= EXPECTED_MIN
 }

@@ -41,8 +41,8 @@ pub struct CowBreaks {
     visitable: Option<usize>,
     /// Observations that have ended, by extent.
     ended: BTreeMap<u64, BreakTally>,
-    /// Extents with breaks since we last judged them. We judge no others, because only a break can make a verdict
-    /// worse.
+    /// Extents with breaks since we last judged them. We only judge these again, because only a break can make a
+    /// verdict worse.
     broken: BTreeSet<u64>,
     /// When we last halved `ended`, nanoseconds.
     forgot_ns: u64,

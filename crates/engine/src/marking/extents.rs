@@ -102,9 +102,9 @@ pub struct Candidate {
     pub first: Vpn,
     /// The length in pages of address space.
     pub pages: Pages,
-    /// The number of resident pages in it.
+    /// The number of resident pages in the range.
     pub resident: Pages,
-    /// The number of duplicates in it.
+    /// The number of duplicates in the range.
     pub duplicate: Pages,
 }
 

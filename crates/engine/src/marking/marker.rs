@@ -32,7 +32,7 @@ const REFRESH_MAX_NS: u64 = 600_000_000_000;
 /// If we can't stop a target, we try again to mark it after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
 /// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
-/// grow smaller ones, which fails once a mapping is split.
+/// grow smaller mappings, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
 /// We don't wake ksmd unless this many pages in marked spans have become worth merging.
 const REFRESH_MIN: u64 = 1_024;
@@ -168,8 +168,8 @@ impl Marker {
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
             let Some(region) = table.get_mut(slot) else { continue };
-            // If the process has no stops left, the region stays worth marking, and the next round goes on with the
-            // rest.
+            // If the process has no stops left, the region stays worth marking, and the next round goes on with its
+            // other spans.
             let calls = u64::from(allowance.stop_size().marks);
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
@@ -561,7 +561,7 @@ fn new_spans(region: &mut Region, room: usize, budget: &mut Budget, config: &Con
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, budget, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
-    // Marks that no new span covers stay, and count as well.
+    // Marks that no new span covers remain, so they count, too.
     let kept = region.marks.spans.iter().filter(|mark| !spans.iter().any(|span| covers(span, mark))).count();
     spans.truncate(room.saturating_sub(kept));
     spans

@@ -1,7 +1,7 @@
 //! Does merging pay? Weighs the saving against the CPU time.
 //!
 //! The governor sets the price: the CPU time that a saved page may cost. Work that costs more waits until the batch is
-//! big enough, or until ksmd has rested so long that the cost is small in comparison.
+//! big enough, or until ksmd has been idle so long that the cost is small in comparison.
 
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, Pages, Permyriad, count, whole};

@@ -13,9 +13,8 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
-/// If there are at most this many processes, each is a sharer of its own. If there are more, processes with the same
-/// home node, nice value, allowed nodes and policy form one sharer. Otherwise there'd be more sets of sharers than we
-/// can keep.
+/// Up to this many processes, each counts as a sharer of its own. Beyond that, processes with the same home node, nice
+/// value, allowed nodes and policy count as one sharer. Otherwise there'd be more sets of sharers than we can keep.
 const OWNERS_MAX: usize = 16;
 /// The distance of a node from itself (SLIT, ACPI).
 const LOCAL_DISTANCE: u32 = 10;
@@ -29,7 +28,7 @@ pub(super) type PagesByNode = BTreeMap<NodeKey, u64>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageCopy {
     pub owner: OwnerKey,
-    /// Whether the process used it before the merge.
+    /// Whether the process used its copy before the merge.
     pub active: bool,
 }
 
@@ -221,19 +220,19 @@ pub struct OwnerPlacement {
     pub owner: OwnerKey,
     #[serde(rename = "node")]
     pub home: NodeKey,
-    /// Its nice value, -20 to 19.
+    /// The process's nice value, -20 to 19.
     pub nice: i8,
     #[serde(rename = "policy")]
     pub placement: Placement,
-    /// Its merged pages on its home node.
+    /// The process's merged pages on its home node.
     #[serde(rename = "local_bytes", with = "as_bytes")]
     pub local: Pages,
-    /// Its merged pages on other nodes.
+    /// The process's merged pages on other nodes.
     #[serde(rename = "remote_bytes", with = "as_bytes")]
     pub remote: Pages,
-    /// Its merged pages by node, ascending.
+    /// The process's merged pages by node, ascending.
     pub by_node: Vec<NodePages>,
-    /// How much longer an access to its merged pages takes than on its home node, on average: 0.56 is 56 %.
+    /// How much longer accesses to the process's merged pages take on average than on its home node: 0.56 is 56 %.
     pub tax: f64,
 }
 
@@ -249,7 +248,7 @@ pub struct NodeTotal {
     pub total: Pages,
     #[serde(rename = "free_bytes", with = "as_bytes")]
     pub free: Pages,
-    /// The number of merged frames on it.
+    /// The number of merged frames on the node.
     #[serde(rename = "merged_bytes", with = "as_bytes")]
     pub frames: Pages,
 }

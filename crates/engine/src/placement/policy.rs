@@ -1,8 +1,9 @@
 //! Decides on which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
 //!
 //! KSM keeps the copy that it finds last. That puts nearly all merged pages on one node and slows down every access by
-//! the processes on the others. nuKSM chooses at random, at each merge, which copy stays. Our pages are merged already
-//! and we know all sharers of each page, so each node gets exactly its share of the pages with the same sharers.
+//! the processes on the others. nuKSM chooses at random, at each merge, which copy to keep. Our pages are merged
+//! already and we know all sharers of each page, so each node gets exactly its share of the pages with the same
+//! sharers.
 
 use crate::keys::{NodeKey, NodeSet};
 use crate::named;
@@ -37,7 +38,7 @@ named!(Placement, "placement");
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharer {
     pub home: NodeKey,
-    /// Its nice value, -20 to 19.
+    /// The process's nice value, -20 to 19.
     pub nice: i8,
     /// Whether the process's copy was active before the merge.
     pub active: bool,

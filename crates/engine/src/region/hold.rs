@@ -30,7 +30,7 @@ pub enum LeaveAlone {
     Relieved,
     /// ksmd merged almost none of the region's duplicates. Temporary.
     Unmerged,
-    /// The region's process refused to be marked. Lasts for the whole run.
+    /// The region's process refused our attempt to mark its memory. Lasts for the whole run.
     Refused,
 }
 
@@ -79,7 +79,7 @@ impl Hold {
         pause_ns
     }
 
-    /// Leaves the region alone for the whole run, because its process refused to be marked.
+    /// Leaves the region alone for the whole run, because its process refused our attempt to mark its memory.
     pub fn refuse(&mut self) {
         self.reason = Some(LeaveAlone::Refused);
     }

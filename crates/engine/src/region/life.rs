@@ -49,7 +49,7 @@ impl Age {
 /// Our verdict on a region that we, or an earlier run, read whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Judgement {
-    /// When we judged it, nanoseconds.
+    /// When we judged the region, nanoseconds.
     pub at_ns: u64,
     /// We mark extents that are at least this dense: as dense as configured at first, less once the denser ones are
     /// merged.

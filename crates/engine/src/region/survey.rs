@@ -9,8 +9,8 @@ use crate::region::kin::KinSamples;
 use crate::sampling::estimate::{Estimate, Tally};
 use crate::units::{Pages, Permyriad, Vpn};
 
-/// Neighbouring pages that we read at one sample point. Four in a run cost little more than one and a half single pages
-/// (they share the page-table walk and the system call), and tell us as much as two scattered ones.
+/// How many neighbouring pages we read at one sample point. Four in a run cost little more than one and a half single
+/// pages (they share the page-table walk and the system call), and tell us as much as two scattered pages.
 pub const RUN_PAGES: u64 = 4;
 /// We remember at most this many pages from the survey, to see which of them change.
 const PROBES_MAX: usize = 1024;
@@ -123,7 +123,7 @@ impl Survey {
         self.unread > 0
     }
 
-    /// Whether the host can't read the region now, as far as we can tell: it hasn't got to it twice in a row.
+    /// Whether the host can't read the region now, as far as we can tell: twice in a row, it didn't get to the region.
     pub fn is_out_of_reach(&self) -> bool {
         self.unread > 1
     }

@@ -21,13 +21,13 @@ struct Block {
     key: RegionKey,
     /// log2 of the block's size in pages.
     bits: u32,
-    /// How many blocks of that size come before it in the address space.
+    /// How many blocks of that size come before this one in the address space.
     number: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct CutMapping {
-    /// log2 of the size of its blocks in pages.
+    /// log2 of the size of the mapping's blocks in pages.
     bits: u32,
     first: Vpn,
     pages: Pages,
@@ -149,8 +149,8 @@ impl RegionTable {
             return Some(std::mem::replace(region, Region { in_blocks, ..new(view) }));
         }
         region.update(view, seed);
-        // Pages that left memory are new to ksmd if they come back. If the mapping has another length, it divides its
-        // pages among its blocks in another way, and we don't know whether any have left.
+        // Pages that left memory are new to ksmd if they come back. If the mapping has another length, we divide its
+        // pages among its blocks in another way, and don't know whether any have left.
         if is_as_long {
             region.marks.visited = region.marks.visited.min(view.resident);
         }

@@ -1,4 +1,4 @@
-//! What a region's process does with its pages, as far as we can tell from outside.
+//! How a region's process uses its pages, as far as we can tell from outside.
 
 use crate::hash::Digest;
 use crate::keys::RegionKey;
@@ -22,7 +22,7 @@ pub struct Usage {
     /// Pages that we saw in a frame of their own before they were merged, if they held zeros or the region has
     /// relatives.
     pub own: PageSet,
-    /// Pages we merged on request, as far as we know. Zeros, too: their programs may need the room again.
+    /// Pages we merged on request, as far as we know, including zeros: if programs write to them, they need room again.
     pub merged: PageSet,
     /// Pages that processes outside the region's family map, as we last saw: fork-shared pages, or on Linux 6.12 pages
     /// that an earlier run has merged.

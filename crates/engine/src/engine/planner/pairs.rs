@@ -129,7 +129,7 @@ impl Engine {
     fn choose(&mut self, known: IndexedPage, new: IndexedPage) -> Stays {
         let Some(other) = self.table.get(known.location.slot) else { return Stays::Both };
         let Some(region) = self.table.get(new.location.slot) else { return Stays::Both };
-        // Other pages are merged with the known page, or will be in this cycle. So it must stay: if we replaced it,
+        // Other pages are merged with the known page, or will be in this cycle. So we must keep it: if we replaced it,
         // they'd go on sharing its old frame.
         if other.usage.merged.contains(known.page) || self.requests.is_kept(known.location) {
             return Stays::Known;
