@@ -63,7 +63,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use thiserror::Error;
 
-/// How long we wait for the injector: longer than it takes to stop a thread whose cgroup is out of CPU time.
+/// How long we wait for the injector's answer: longer than it takes to stop a thread that a CPU quota is throttling.
 const INJECTOR_LIMIT: Duration = Duration::from_millis(400);
 
 /// An error that ends the run.
@@ -144,9 +144,9 @@ pub struct LiveHost {
     limits: CgroupLimits,
     placing: Placing,
     requesting: Requesting,
-    /// The process that we begin with when we next collapse huge pages.
+    /// When we next collapse huge pages, we begin with the process that has this pid or the next higher one.
     next_collapse: i32,
-    /// Absent once we've abandoned the reader, because a read doesn't return.
+    /// `None` after a read that didn't return, whose thread we've abandoned: the next read makes a new reader.
     reader: Option<PageReader>,
     stop: Arc<AtomicBool>,
     events: Vec<Event>,
@@ -159,7 +159,7 @@ pub struct LiveHost {
 pub struct Ended {
     /// Result of restoring KSM; `None` in a dry run, which doesn't change it.
     pub restored: Option<RestoreOutcome>,
-    /// Time on the clock of the host's snapshots.
+    /// When the run ended, on the clock of the host's snapshots.
     pub now_ns: u64,
     /// KSM's state, if readable.
     pub ksm: Option<KsmView>,
@@ -249,12 +249,12 @@ impl LiveHost {
         }
     }
 
-    /// Why we last couldn't change a process, as far as we've reported it.
+    /// The last reason that we reported for leaving a process alone.
     pub fn reported(&self, pid: i32) -> Option<&String> {
         self.reported.get(&pid)
     }
 
-    /// How often we started the injector again.
+    /// How many times we've restarted the injector.
     pub fn injector_restarts(&self) -> u32 {
         match &self.actuator {
             Some(actuator) => actuator.restarts,
@@ -262,7 +262,7 @@ impl LiveHost {
         }
     }
 
-    /// The directory of the cgroup that has a limit.
+    /// The directory of the cgroup to which a limit belongs.
     pub fn limited_cgroup(&self, key: LimitKey) -> Option<&Path> {
         self.limits.name(key)
     }
@@ -276,12 +276,12 @@ impl LiveHost {
         self.machine.ksm_view().unwrap_or_default().saved().bytes().0
     }
 
-    /// The processes kept out by request.
+    /// The processes that an administrator has asked us to keep out of merging.
     pub fn kept_out(&self) -> &KeptOut {
         &self.rules.kept_out
     }
 
-    /// Keeps out these processes. Call it before the first round.
+    /// Sets the processes that an administrator has asked us to keep out of merging. Call it before the first round.
     pub fn set_kept_out(&mut self, kept_out: KeptOut) {
         self.rules.kept_out = kept_out;
     }
@@ -298,7 +298,8 @@ impl LiveHost {
         self.rules.domains.names()
     }
 
-    /// How many processes in scope we leave alone because there are too many of one user or cgroup.
+    /// How many processes we didn't take into the run because there are too many: of one user or cgroup, or of those
+    /// that match the scope by name only.
     pub fn turned_away(&self) -> usize {
         self.discovery.new_processes.turned_away()
     }
@@ -313,7 +314,8 @@ impl LiveHost {
         self.rules.domain_rules = rules;
     }
 
-    /// Reads the memory of all trust domains, for a host that merges nothing. Call it before the first round.
+    /// Makes the host read the memory of all trust domains, which only a host that merges nothing may do. Call it
+    /// before the first round.
     pub fn read_all_domains(&mut self) {
         self.rules.merged = None;
     }
@@ -398,7 +400,7 @@ impl LiveHost {
         }
     }
 
-    /// Groups runs by region, leaving out processes that we may not read.
+    /// Groups runs of pages by region. Leaves out processes that we mustn't read.
     fn region_reads(&self, runs: &[PageRun], plan: &SamplePlan, may_be_read: fn(&Target) -> bool) -> Vec<RegionRead> {
         let mut reads = Vec::new();
         for same_region in runs.chunk_by(|a, b| a.region == b.region) {
@@ -424,7 +426,7 @@ impl LiveHost {
         reads
     }
 
-    /// The mappings of a family that we may read.
+    /// The mappings of a family, without those of processes that we mustn't read.
     fn members(&self, mappings: &[Span]) -> Vec<Member> {
         let mut members = Vec::new();
         for mapping in mappings {
@@ -436,8 +438,8 @@ impl LiveHost {
         members
     }
 
-    /// The processes that may have merged zeros, if the machine has any merged zeros. A mapping whose pages are all
-    /// merged zeros holds no memory that we could judge, so the regions don't show these pages.
+    /// The processes that may have pages of zeros merged into the kernel's zero page; none if no process on the machine
+    /// has. Our regions don't show them all, because a mapping with nothing else has no resident memory to judge.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
         if self.machine.zeros == Pages(0) {
@@ -452,7 +454,7 @@ impl LiveHost {
         processes
     }
 
-    /// How to read the pages of a plan.
+    /// Whether we read the pages of a plan to digest them, or have the kernel hash them in place.
     fn hash_mode(&self, plan: &SamplePlan) -> HashMode {
         match (plan.lines, &self.requesting.device) {
             (Some(lines), Some(device)) => HashMode::InPlace {
@@ -607,7 +609,7 @@ impl Host for LiveHost {
     }
 }
 
-/// A scope with users by number. If a user doesn't exist, we report it when we resolve the scope.
+/// Replaces user names in a scope by numbers. If a user doesn't exist, we report it when we resolve the scope.
 fn by_number(mut scope: ScopeSpec) -> ScopeSpec {
     for selector in &mut scope.0 {
         if let Selector::User(user) = selector {

@@ -17,7 +17,7 @@ pub(super) struct Actuator {
     pub(super) controller: KsmdController,
     /// The process that makes targets call madvise.
     pub(super) injector: Injector,
-    /// How often we started the injector again.
+    /// How many times we've restarted the injector.
     pub(super) restarts: u32,
     /// Whether we no longer drive KSM.
     pub(super) has_stood_down: bool,
@@ -53,7 +53,7 @@ impl Actuator {
         Ok(self.restarts != before)
     }
 
-    /// Who drives KSM now. If we must stand down, returns the reason.
+    /// Whether we still drive KSM. The error says why we must stop.
     pub(super) fn check_lease(&self) -> Result<KsmControl, String> {
         if self.has_stood_down {
             return Ok(KsmControl::default());
@@ -64,7 +64,8 @@ impl Actuator {
                 Some(why) => Err(why),
                 None => Ok(KsmControl { is_ours: true, is_busy: status.under_way }),
             },
-            // After an error of the state file or sysfs we give no more orders, either.
+            // After an error of the state file or sysfs we also stop giving orders, as if another program had changed
+            // KSM.
             Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
                 Err(error.to_string())
             }

@@ -1,12 +1,12 @@
 //! Gives programs back the huge pages that they had before we marked their memory. We do that when we unmark the memory
-//! because merges in it don't last.
+//! because programs soon write its merged pages.
 
 use super::LiveHost;
 use pagefold_engine::host::{Change, Marking, Outcome, Why};
 use pagefold_procmem::collapse::{collapse, is_wanted};
 
 impl LiveHost {
-    /// Collapses some of the memory that we unmarked in this cycle or an earlier one.
+    /// Collapses some of the memory that we unmarked in this cycle or an earlier one into huge pages.
     pub(super) fn collapse(&mut self, outcome: &mut Outcome) {
         if self.actuator.is_none() {
             return;

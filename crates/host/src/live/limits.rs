@@ -16,11 +16,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The shortest time between two passes, nanoseconds. Passes may take 1/`PASS_PART` of the time.
+/// The shortest time between two passes over the cgroups, nanoseconds. Passes may take 1/`PASS_PART` of the time.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
-/// The same while memory is being merged: below limits with little headroom, each step of merging waits for two passes.
+/// The same while memory is being merged: if a limit leaves little headroom, each step of merging waits for two passes.
 const PASS_WHILE_MERGING_NS: u64 = 200_000_000;
-/// How long after its start a step of merging takes at most, nanoseconds. A longer one is slower than the passes anyway.
+/// We assume that a step of merging ends within this time, nanoseconds. Steps that take longer don't need frequent
+/// passes.
 const MERGING_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
@@ -29,8 +30,8 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// (user.slice/user-1000.slice), or of one service. Only root can make cgroups that far up, so nobody else can get more
 /// parts.
 const SHARED_NAMES: usize = 2;
-/// For this long after a quota has throttled a cgroup, nanoseconds, its tasks seem to wait for a CPU: by then the average
-/// over 10 s has fallen to a twentieth.
+/// For this long after a quota has throttled a cgroup, nanoseconds, we ignore its CPU pressure, which counts throttled
+/// tasks as waiting. By then their part of the average over 10 s has fallen to a twentieth.
 const THROTTLED_NS: u64 = 30_000_000_000;
 
 /// The cgroups that can limit the memory of targets.
@@ -40,12 +41,12 @@ pub(super) struct CgroupLimits {
     keys: KeyCounter,
     /// The processes that we've assigned to groups.
     owners: BTreeSet<OwnerKey>,
-    /// Whether there are some whose cgroups we can't see.
+    /// Whether there are processes whose cgroups we can't see.
     has_unplaced: bool,
-    /// When the last pass began, and how long to wait after it at least because of what it cost, nanoseconds.
+    /// When the last pass began, and how long its cost makes us wait until the next one, nanoseconds.
     passed_ns: Option<u64>,
     cost_wait_ns: u64,
-    /// Until when we take memory as being merged, nanoseconds.
+    /// Until when we assume that memory is being merged, nanoseconds.
     merging_until_ns: u64,
     views: Arc<[LimitView]>,
     swap_left: Option<Pages>,
@@ -65,15 +66,17 @@ struct Group {
     share: PathBuf,
     /// Whether a target is directly in this cgroup, rather than below it.
     is_own: bool,
-    /// Whether it's the topmost of its hierarchy.
+    /// Whether this is the root cgroup of its hierarchy.
     is_top: bool,
-    /// How much more swap its processes may use, if we know of a limit.
+    /// How much more swap the cgroup's processes may use, if we know of a limit.
     swap_left: Option<Bytes>,
-    /// The file that says how long its quota has throttled it, how long that was, and when we last saw it grow.
+    /// The cgroup's `cpu.stat`, how long a quota has throttled the cgroup by that file, and when we last saw that time
+    /// grow.
     cpu_stat: PathBuf,
     throttled: u64,
     throttled_ns: Option<u64>,
-    /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
+    /// The share of the last 10 s in which some task of the cgroup waited for a CPU. `None`: the kernel doesn't report
+    /// it.
     cpu_pressure: Option<Permyriad>,
 }
 
@@ -128,8 +131,8 @@ enum Reading {
 }
 
 impl CgroupLimits {
-    /// Looks at the limits again if it's time. We read the limits of a new process at once, so that we don't take it
-    /// for an unlimited one.
+    /// Reads the limits again if it's time. We read the limits of a new process at once, so that we don't take it for
+    /// an unlimited one.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
         let is_pass = self.is_due(now_ns);
         let before_ns = own_cpu_ns();
@@ -138,8 +141,8 @@ impl CgroupLimits {
         }
         let mut has_new = false;
         for target in targets.values() {
-            // A target without regions has nothing to merge, and we may not know its cgroups yet. One that we leave alone
-            // for a time has regions as long as marks stay there.
+            // A target without regions has nothing to merge, and we may not know its cgroups yet. A target that we
+            // leave alone for a time keeps its regions as long as it keeps its marks.
             if !target.regions.is_empty() && self.owners.insert(target.owner) {
                 has_new = true;
                 self.has_unplaced |= target.limiting().is_empty();
@@ -244,7 +247,7 @@ impl CgroupLimits {
     fn highest_pressure(&self) -> Option<Permyriad> {
         let mut highest = None;
         for (dir, group) in &self.groups {
-            // Tasks that a quota stops wait for a CPU by PSI's account, and would even if we used none.
+            // PSI counts tasks that a quota stops as waiting for a CPU, but they'd wait even if we used no CPU time.
             if group.cpu_pressure > highest && !self.is_throttled(dir, group.tried_ns) {
                 highest = group.cpu_pressure;
             }
@@ -258,14 +261,14 @@ impl CgroupLimits {
         above.any(|group| group.throttled_ns.is_some_and(|at_ns| now_ns < at_ns + THROTTLED_NS))
     }
 
-    /// The least of all hierarchies, because only one of them limits swap.
+    /// How much more swap the targets may use: the least of all hierarchies, because only one of them limits swap.
     fn swap_below_limits(&self) -> Option<Pages> {
         if self.has_unplaced {
             return None;
         }
         let mut sums: BTreeMap<&Path, u64> = BTreeMap::new();
         let mut least = u64::MAX;
-        // Cgroups come after those below them.
+        // In this order, each cgroup comes after the cgroups below it.
         for (dir, group) in self.groups.iter().rev() {
             let below = match sums.remove(dir.as_path()) {
                 Some(below) if !group.is_own => below,
@@ -312,8 +315,8 @@ impl CgroupLimits {
     }
 }
 
-/// The file with the time for which a cgroup's quota has throttled it. Beside version 1, version 2 has the pressure, and
-/// version 1 has the quotas of the cgroups, which have the same names there.
+/// The `cpu.stat` that says how long a quota has throttled a cgroup. If both versions are mounted, version 2
+/// (`unified`) has the pressure, but version 1 has the quotas, of cgroups with the same paths.
 fn cpu_stat_of(mount: &Path, dir: &Path) -> PathBuf {
     match dir.strip_prefix(mount) {
         Ok(path) if mount.ends_with("unified") => mount.with_file_name("cpu").join(path).join("cpu.stat"),
@@ -321,14 +324,14 @@ fn cpu_stat_of(mount: &Path, dir: &Path) -> PathBuf {
     }
 }
 
-/// How long a cgroup's quota has throttled it, in microseconds (version 1: nanoseconds). One without a quota, or that
-/// has gone, reports nothing.
+/// How long a quota has throttled a cgroup, in microseconds (version 1: nanoseconds). `None` if the file doesn't say
+/// it, or if the cgroup is gone.
 fn throttled_by(cpu_stat: &Path) -> Option<u64> {
     let text = fs::read(cpu_stat).ok()?;
     number(&text, "throttled_usec").or_else(|_| number(&text, "throttled_time")).ok()
 }
 
-/// Reads `cpu.pressure` of a cgroup. A kernel without PSI, or a cgroup that has gone, reports nothing.
+/// Reads `cpu.pressure` of a cgroup. `None` on a kernel without PSI, or if the cgroup is gone.
 fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
     fault::io("read:limits").ok()?;
     parse_pressure(&fs::read(dir.join("cpu.pressure")).ok()?).ok()

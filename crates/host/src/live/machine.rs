@@ -49,8 +49,8 @@ impl MachineMonitor {
             self.next_memory_ns = now_ns + MEMORY_NS;
             self.memory = self.monitor.read()?;
             if ksm.shared > Pages(0) {
-                // If we can't read the counts we keep the old ones: after a fall to zero, the next counts would look
-                // like a burst of copies.
+                // If we can't read the counts, we keep the old ones. If we took zeros, the next counts would look like
+                // a burst of copies.
                 self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
             }
         }
@@ -60,13 +60,13 @@ impl MachineMonitor {
         Ok(ksm)
     }
 
-    /// KSM's counters now, whoever drives it. `None` if we can't read them.
+    /// KSM's counters now, whether or not we drive KSM. `None` if we can't read them.
     pub(super) fn ksm_view(&self) -> Option<KsmView> {
         Some(self.ksm.counters().ok()?.view(false, false))
     }
 }
 
-/// The clock of the run, and the CPU time spent since it began.
+/// The clock of the run, and the CPU time spent since the run began.
 #[derive(Debug)]
 pub(super) struct CostMeter {
     began: Instant,

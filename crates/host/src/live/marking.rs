@@ -23,23 +23,25 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
 
-/// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
+/// We allow this long for a call that marks, nanoseconds. It takes microseconds, unless another thread of the process
+/// holds the mmap lock.
 const MARK_NS: u64 = 250_000_000;
 
 /// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
-/// If a process takes `SLOW_NS`, the processes of its user and its cgroup come last for `LAST_NS`, nanoseconds.
+/// If changing the marks of a process takes longer than `SLOW_NS`, all processes of its user and of its cgroup come
+/// last for `LAST_NS`, nanoseconds.
 const SLOW_NS: u64 = 100_000_000;
 const LAST_NS: u64 = 60_000_000_000;
 
-/// If we know of at least `MANY_MAPPINGS` of a process, we count all before we may split some: of the empty ones we list
-/// no more. We leave it `SPARE_MAPPINGS` for itself: without one to spare, its own mmap(2) fails.
+/// A list of at least `MANY_MAPPINGS` may lack empty mappings, so we count all mappings of the process before we split
+/// any. We leave the process `SPARE_MAPPINGS` below the kernel's limit: at the limit, its own mmap(2) would fail.
 const MANY_MAPPINGS: usize = 2_048;
 const SPARE_MAPPINGS: usize = 1_024;
 /// The kernel's default of `vm.max_map_count`.
 const DEFAULT_MAPPINGS_MOST: usize = 65_530;
 
-/// The users and cgroups of slow processes, and until when their processes come last.
+/// The users and cgroups of slow processes, each with the time until which its processes come last.
 #[derive(Debug, Default)]
 pub(super) struct SlowOrigins(Vec<(Origin, u64)>);
 
@@ -55,7 +57,7 @@ impl SlowOrigins {
         self.0.iter().any(|(slow, _)| target.origin.shares_with(*slow))
     }
 
-    /// Records that a process has taken this long.
+    /// If changing the marks of a process took too long, records its user and cgroup.
     pub(super) fn note(&mut self, target: Option<&Target>, took_ns: u64, now_ns: u64) {
         let Some(target) = target.filter(|target| took_ns > SLOW_NS && !self.has(target)) else { return };
         self.0.push((target.origin, now_ns + LAST_NS));
@@ -72,7 +74,7 @@ struct CallBatch {
     calls: Vec<Call>,
     /// For each call, the part of a change that it makes.
     parts: Vec<Part>,
-    /// The mappings with huge pages among the marked ones.
+    /// Of the mappings to mark, the ones that have huge pages: start and end.
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<Part>,
@@ -295,7 +297,7 @@ impl LiveHost {
         self.schedule.next_ns = 0;
         let is_unknown = self.make(pid, &work, changes, outcome);
         if wanted.iter().any(|&at| changes.results[at] == Marking::NoMappings) {
-            let why = "splitting its mappings could take the last ones that vm.max_map_count allows".to_owned();
+            let why = "changing its marks would add mappings, and it is close to vm.max_map_count".to_owned();
             self.report_left_alone(pid, why);
         }
         if mark && (is_unknown || wanted.iter().any(|&at| matches!(changes.results[at], Marking::Done(_)))) {
@@ -303,7 +305,8 @@ impl LiveHost {
         }
     }
 
-    /// Whether there are marks that must go before we make others.
+    /// Whether there are marks that must go and that we haven't tried to remove yet. As long as there are, we make no
+    /// new ones.
     pub(super) fn must_unmark_first(&self) -> bool {
         let mut pending = self.targets.values().filter_map(|target| target.pending.as_ref());
         self.actuator.is_some() && pending.any(|pending| !pending.was_tried)
@@ -336,7 +339,7 @@ impl LiveHost {
         let domain = self.rules.domains.name(target.domain).map_or("", String::as_str);
         let recorded = self.history.marked.add(image, target.domain, domain);
         if let Err(error) = &recorded {
-            self.report_left_alone(pid, format!("we can't record that it's marked: {error}"));
+            self.report_left_alone(pid, format!("it is not marked, because we cannot record that it is: {error}"));
         }
         recorded.is_ok()
     }
@@ -382,7 +385,8 @@ impl LiveHost {
         for (&part, result) in work.parts.iter().zip(&report.results) {
             let Err(error) = result else { continue };
             let marking = &mut changes.results[part.change];
-            // What's left of a mark counts until it's gone. What's marked in part is marked.
+            // If a call fails, its span isn't unmarked: some of its marks are left. But it is marked if another of its
+            // calls has marked a part.
             if !changes.mark || *marking == Marking::Refused {
                 *marking = marking_after(*error, changes.mark);
             }
@@ -408,7 +412,8 @@ impl LiveHost {
 /// The result of a change if one of its calls fails.
 fn marking_after(error: Errno, mark: bool) -> Marking {
     match error {
-        // It can't split a mapping, since vm.max_map_count is low, or part of the range has gone.
+        // The kernel can't split a mapping, because vm.max_map_count is low, or part of the range isn't mapped any
+        // more.
         Errno(libc::ENOMEM) => Marking::NoMappings,
         // Unmarking ends early if the process gets a signal.
         _ if !mark => Marking::Busy,

@@ -79,7 +79,7 @@ impl Placing {
     }
 }
 
-/// If we can't read a machine's nodes, we treat it like one with a single node.
+/// If we can't read the nodes, we assume that there's only one.
 fn topology_now() -> Option<Arc<Topology>> {
     Some(Arc::new(Topology::of_machine().ok()??))
 }

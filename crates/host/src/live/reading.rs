@@ -33,7 +33,7 @@ pub enum Content {
 pub struct PageContent {
     /// Private, merged or shared.
     pub state: PageState,
-    /// Pages with equal numbers are the same memory.
+    /// The page's frame number, if we can see it. Pages with equal numbers are the same memory.
     pub frame: Option<u64>,
     pub content: Content,
 }
@@ -114,13 +114,13 @@ impl LiveHost {
         }
     }
 
-    /// Pages of the machine that KSM has merged into others, and the pages that they share.
+    /// KSM's `pages_sharing` and `pages_shared`: the pages that merging saves on this machine, and the merged frames.
     pub fn merged_pages(&self) -> (Pages, Pages) {
         let view = self.machine.ksm_view().unwrap_or_default();
         (view.sharing, view.shared)
     }
 
-    /// Merged zero pages of a target. 0 if it has ended or we can't read it now.
+    /// How many pages of a target KSM has merged into the zero page. 0 if it has ended or we can't read it now.
     pub fn merged_zeros(&mut self, process: &Process) -> Pages {
         match self.targets.get_mut(&process.pid()) {
             Some(target) if target.info.process.key() == process.key() => {

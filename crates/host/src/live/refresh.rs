@@ -34,25 +34,26 @@ const PASS_NS: u64 = 250_000_000;
 /// than 75 targets we refresh less often than every `INTERVAL_NS`.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
-/// Shortest time between two looks for kept-out processes that have ended, nanoseconds. The looks may take
+/// Shortest time between two searches for kept-out processes that have ended, nanoseconds. The searches may take
 /// 1/`FORGET_SHARE` of the time.
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
-/// If there are marks of earlier runs, we let ksmd rest for this long at most until we've checked all processes,
+/// If earlier runs have marked programs, we stop ksmd until we've checked all processes, but for this long at most,
 /// nanoseconds.
 const FIRST_CHECKS_NS: u64 = 10_000_000_000;
 /// We remember this many marked programs. Beyond that we forget programs that no process is running.
 const PROGRAMS_MOST: usize = 16_384;
 
-/// We list this many processes that match by name only, or have left the scope. Any user can start more.
+/// While this many targets match by name only or have left the scope, we add no more that match by name only: any user
+/// can start such processes.
 const STRANGERS_MOST: usize = 1_000;
 
-/// The processes of one user or cgroup may be this many targets, and may together have this many regions. A region takes
-/// about a kilobyte, a target up to 30 if its paths are long.
+/// Of one user or cgroup, at most this many processes are targets, and they may have this many regions in all. A region
+/// takes about 1 KB, a target up to 30 KB if its paths are long.
 const TARGETS_OF_SHARE_MOST: usize = 4_096;
 const REGIONS_OF_SHARE_MOST: usize = 131_072;
-/// All processes with more than `FEW_REGIONS` may together have this many, whoever they belong to.
+/// All processes with more than `FEW_REGIONS` regions may have `REGIONS_MOST` in all, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
 const REGIONS_MOST: usize = 262_144;
 
@@ -87,7 +88,7 @@ impl Census {
         }
     }
 
-    /// Counts the regions of a process that has had `before`.
+    /// Counts the regions of a process whose list has grown from `before` to `regions`.
     fn grow(&mut self, origin: Origin, before: usize, regions: usize) {
         if regions > FEW_REGIONS {
             self.in_large_lists += if before > FEW_REGIONS { regions - before } else { regions };
@@ -97,7 +98,7 @@ impl Census {
         }
     }
 
-    /// How many regions a process from there may have if it has `regions` now.
+    /// How many regions a process of this user and cgroup may have. It has `regions` now.
     fn regions_most(&self, origin: Origin, regions: usize) -> usize {
         let own = if regions > FEW_REGIONS { regions } else { 0 };
         let mut most = (REGIONS_MOST + own).saturating_sub(self.in_large_lists).max(FEW_REGIONS);
@@ -155,7 +156,7 @@ pub(super) struct RegionList {
     pub(super) views: Vec<RegionView>,
     /// The processes in groups with limits.
     pub(super) groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// Each target's part of the frames of its regions.
+    /// Each target's part of the frames of its regions, as Pss counts.
     pub(super) held: Arc<BTreeMap<OwnerKey, Pages>>,
     keys: KeyCounter,
 }
@@ -259,8 +260,8 @@ impl LiveHost {
         Ok(())
     }
 
-    /// A fork of a marked program may have left the scope before we saw it, by changing its user or cgroup, or there
-    /// may be too many targets. It has inherited the marks, so it's a target until they're gone.
+    /// Adds forks of marked programs that aren't targets yet: a fork may change its user or cgroup before we see it, or
+    /// there may be too many targets. A fork inherits the marks, so it's a target until they're gone.
     fn add_marked_forks(&mut self) {
         for pid in self.discovery.new_processes.take_first_seen() {
             if self.actuator.is_none() || self.history.marked.is_empty() || self.targets.contains_key(&pid) {
@@ -275,8 +276,8 @@ impl LiveHost {
         }
     }
 
-    /// Reads a process if it's a fork of a program that we marked. Only an exec can keep us waiting, and an exec leaves
-    /// no mark, so then we skip the process.
+    /// Reads a process if it's a fork of a program that we marked. Only an exec can make us wait, and a process has no
+    /// marks after an exec, so we skip a process that makes us wait.
     fn marked_fork(&self, pid: i32) -> Option<ProcessInfo> {
         let process = Arc::new(Process::open_at(&self.rules.roots.proc, pid).ok()?);
         if !process.stat().ok()?.only_forked {
@@ -450,7 +451,7 @@ impl LiveHost {
     }
 }
 
-/// Names a process by its pid and start time. No other process has both until the machine restarts.
+/// A key from a process's pid and start time. No other process has both until the machine restarts.
 fn lasting_key(process: &Process) -> LastingKey {
     LastingKey(mix(mix(u64::from(process.pid().unsigned_abs())) ^ process.start_time_ticks()))
 }

@@ -1,10 +1,10 @@
-//! Merges pages that the engine names, where the kernel merges on request (`/dev/ksm`).
+//! Merges the pairs of pages that the engine asks for, if the kernel merges on request (`/dev/ksm`).
 //!
-//! Unlike a mark, a request doesn't stop the process, so nothing holds the process still between our last look at it
-//! and the merge. So we keep each call to the kernel short, and check just before it that the address spaces still
-//! belong to the programs that we judged. The kernel marks whole mappings, not only the pages, so we record processes
-//! as marked before the first call: if a mapping becomes excluded later, or at that very moment, we find it and unmark
-//! it as we do with other marks ([`super::withdrawing`]).
+//! We stop a process to mark its memory, but not to make a request, so it runs on between our last check and the merge.
+//! So we keep each call to the kernel short, and check just before it that the processes still have the address spaces
+//! that we judged. The kernel marks whole mappings, not only the pages, so we record processes as marked before the
+//! first call: if a mapping becomes excluded later, or at that very moment, we find it and unmark it as we do with
+//! other marks ([`super::withdrawing`]).
 
 use super::LiveHost;
 use crate::regions::List;
@@ -27,11 +27,11 @@ use std::time::Duration;
 
 /// We check a process again before a job if our last check is older than this, nanoseconds.
 const CHECK_NS: u64 = 10_000_000;
-/// Pages of one job: some 50 ms.
+/// A job has at most this many pages, which take some 50 ms.
 const JOB_PAGES: u32 = 16_384;
-/// How long a job may compute.
+/// How long we wait for a job that doesn't sleep.
 const COMPUTING_MOST: Duration = LIMIT;
-/// How long we wait for a lock: its holder may keep it for any time.
+/// How long we wait for a process's mmap lock, which the process can keep for any time.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -42,7 +42,7 @@ pub(super) struct Requesting {
     /// Recent lists of mappings, by pid.
     pub(super) lists: BTreeMap<i32, Arc<List>>,
     /// A job that didn't end in time because it's in a call to the kernel. It may hold KSM's lock, so we start no other
-    /// until it has ended.
+    /// job until it has ended.
     late: Option<Late>,
 }
 
@@ -102,8 +102,8 @@ struct Side {
 }
 
 impl Side {
-    /// Whether the process may still run the program that we judged. If somebody holds the lock of its memory map, we
-    /// wait for that here rather than in the request, which holds KSM's lock while it waits.
+    /// Whether the process still has the address space that we judged. If somebody holds its mmap lock, we wait for the
+    /// lock here: the request would keep KSM's lock while it waits.
     fn is_judged(&self) -> bool {
         self.space.is_unlocked(ANY_TIME);
         self.space.exists()
@@ -119,9 +119,9 @@ impl Side {
 /// The processes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
-    /// The process whose pages we take, which frees them.
+    /// The process whose pages are replaced, which frees their frames.
     take: i32,
-    /// The process whose pages we keep. `None`: the zero page.
+    /// The process whose pages replace them. `None`: the kernel's zero page does.
     keep: Option<i32>,
 }
 
@@ -134,19 +134,19 @@ impl Pair {
     }
 }
 
-/// A check of a process before we name its pages.
+/// The last check of whether we may ask the kernel to merge pages of a process.
 #[derive(Clone, Copy, Debug)]
 struct NameCheck {
     at_ns: u64,
     may_be_named: bool,
 }
 
-/// The pages that fulfil the conditions of ranges.
+/// The pages that fulfil the conditions of the ranges that have some (`needs_merged`, `needs_own`).
 #[derive(Debug, Default)]
 struct FitPages {
-    /// Pages that may be kept because they're merged.
+    /// Merged pages of the process whose pages stay.
     merged: PageSet,
-    /// Pages to take that nobody else maps.
+    /// Pages to replace that only their own process maps.
     own: PageSet,
 }
 
@@ -157,13 +157,13 @@ enum Wanted {
     Merged,
 }
 
-/// The result of a range that we didn't try.
+/// The result of a range that we didn't try to merge.
 pub(super) fn untried(range: &MergeRange) -> MergeResult {
     MergeResult { range: *range, merging: Merging::Untried }
 }
 
 impl LiveHost {
-    /// Merges the named ranges, batched by pairs of processes.
+    /// Merges ranges of pages, batched by pairs of processes.
     pub(super) fn merge(&mut self, ranges: &[MergeRange], outcome: &mut Outcome) {
         let now_ns = self.now_ns();
         self.requesting.lists.retain(|_, list| list.is_fresh(now_ns));
@@ -226,7 +226,7 @@ impl LiveHost {
         Some(Pair { take: *self.regions.pids.get(&range.take.region)?, keep })
     }
 
-    /// Merges pages of two processes. If we tried nothing, returns the reason.
+    /// Merges pages of a pair of processes. If we tried nothing, returns the reason.
     fn merge_pair(
         &mut self,
         device: &Arc<RequestDevice>,
@@ -245,7 +245,8 @@ impl LiveHost {
         for &pid in &pids {
             sides.push(self.side(pid).ok_or(Merging::Untried)?);
         }
-        // We check the trust domain whatever the engine thinks, and last, because it may have changed just now.
+        // We check the trust domain again, whatever the engine has checked: it may have changed since the engine's
+        // snapshot.
         let domain = self.targets.get(&pair.take).ok_or(Merging::Untried)?.domain;
         if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.domain != domain)) {
             return Err(Merging::Ineligible);
@@ -286,7 +287,7 @@ impl LiveHost {
                 let is_inside = turn.abandon();
                 let merging = if is_inside || turn.may_have_called() { Merging::Unknown } else { Merging::Untried };
                 results.extend(parts.iter().map(|&range| MergeResult { range, merging }));
-                // The next surveys find out which of the processes keeps its memory map locked.
+                // The next surveys find out which of the processes keeps its mmap lock.
                 for &pid in &pids {
                     if let Some(target) = self.targets.get_mut(&pid) {
                         target.invalidate();
@@ -307,8 +308,8 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Notes the mappings that the kernel has marked now. The next survey would find them, but until then we'd take
-    /// merged pages for fork-shared ones on Linux 6.12.
+    /// Records that the kernel has marked the mappings of these ranges. The next survey would find them, but until then
+    /// we'd take merged pages for fork-shared ones on Linux 6.12.
     fn note_named(&mut self, pids: &[i32], parts: &[MergeRange]) {
         let mut named = BTreeSet::new();
         for part in parts {
@@ -325,8 +326,8 @@ impl LiveHost {
         }
     }
 
-    /// Looks up the pages of ranges that have conditions: their programs may have written or forked since the engine last
-    /// saw them. `None` if we can't look.
+    /// Finds the pages that fulfil the conditions of ranges: the programs may have written pages or forked since the
+    /// engine last saw them. `None` if we can't find out.
     fn look_up(&mut self, take: i32, keep: i32, parts: &[MergeRange]) -> Option<FitPages> {
         let mut merged = Vec::new();
         let mut own = Vec::new();
@@ -365,7 +366,8 @@ impl LiveHost {
         looked.ok()
     }
 
-    /// Whether we may name pages of a process now. Checks the process again, unless we've just done so.
+    /// Whether we may ask the kernel to merge pages of a process now. Checks the process again, unless we've just done
+    /// so.
     fn may_be_named(&mut self, pid: i32, checks: &mut BTreeMap<i32, NameCheck>) -> bool {
         let now_ns = self.now_ns();
         match checks.get(&pid) {
@@ -465,8 +467,8 @@ fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
     jobs
 }
 
-/// The parts of ranges whose pages we may name; other parts get their results at once. `sides[0]` is the process whose
-/// pages we take, the last of `sides` is the process whose pages we keep.
+/// Returns the parts of ranges that we may ask the kernel to merge, and adds the results of all other parts. `sides`
+/// begins with the process whose pages are replaced, and ends with the process whose pages replace them.
 fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut parts = Vec::new();
     let (Some(taken), Some(kept)) = (sides.first(), sides.last()) else { return parts };
@@ -507,7 +509,7 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
 }
 
 impl FitPages {
-    /// The parts whose pages fulfil their conditions. Other parts get their results at once.
+    /// Returns the parts whose pages fulfil their conditions, and adds the results of all other parts.
     fn only_fit(&self, parts: &[MergeRange], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
         let mut named = Vec::new();
         for part in parts {
@@ -526,7 +528,7 @@ impl FitPages {
         named
     }
 
-    /// Whether both pages of a range of one fulfil its conditions.
+    /// Whether both pages of a one-page range fulfil its conditions.
     fn are_fit(&self, page: MergeRange) -> bool {
         let Some((_, kept)) = page.keep.first() else { return true };
         let is_own = self.own.contains(page.take.first);

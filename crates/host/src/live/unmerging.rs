@@ -1,8 +1,8 @@
-//! Unmerges processes by request, and keeps them out until they're included again.
+//! Unmerges processes when an administrator asks for it, and keeps them out of merging until they're included again.
 //!
-//! We exclude a process that is kept out, so its marks are removed like the marks of any other excluded process
-//! ([`super::withdrawing`]): we go on until none is left, whatever happens in between. A request waits for that, but
-//! only for a while. Until the marks are gone, even processes out of scope are targets.
+//! A process that's kept out is excluded, so we remove its marks like those of any other excluded process
+//! ([`super::withdrawing`]): we go on until none is left, whatever happens in between. The administrator's request
+//! waits for that, but only for a while. Until the marks are gone, even processes out of scope are targets.
 
 use super::LiveHost;
 use crate::scope::kept_out::KeptOutError;
@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// How long a request waits for processes that we couldn't unmerge at once, nanoseconds. The second, longer time is for
+/// How long a request waits for processes that we couldn't unmerge at once, nanoseconds. `WAIT_MOST_NS` is for
 /// processes that make progress.
 const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
-/// If a process makes no progress for this long, we assume that it keeps its memory map locked.
+/// If unmerging a process makes no progress for this long, we assume that the process keeps its mmap lock.
 const LOCKED: Duration = Duration::from_secs(1);
-/// How often we look for processes to unmerge: a child forked during a pass has its parent's marks.
+/// How many times we search again for processes to unmerge: a child forked meanwhile has its parent's marks.
 const PASSES: u32 = 5;
 
 /// Why we refuse a request.
@@ -39,7 +39,7 @@ pub enum RequestRefusal {
     DryRun,
 }
 
-/// A request to unmerge, under way.
+/// A request to unmerge processes, while we carry it out.
 #[derive(Debug)]
 pub struct Unmerging {
     spec: ScopeSpec,
@@ -62,11 +62,11 @@ struct Waiting {
 
 enum State {
     Ended,
-    /// None of its memory is marked any more.
+    /// The process has no marked memory any more.
     Done(Unmerged),
-    /// We're unmerging it, or haven't tried yet.
+    /// We're unmerging the process, or haven't tried yet.
     UnderWay(Unmerged),
-    /// The last try failed, or makes no progress.
+    /// Our last try to unmerge it has failed, or makes no progress.
     Failed(Unmerged, Arc<UnmergeError>),
 }
 
@@ -150,7 +150,8 @@ impl LiveHost {
         Ok(included)
     }
 
-    /// Forgets unmerged processes out of scope. Call it after taking the events and polling the requests.
+    /// Forgets processes out of scope that were targets only until they were unmerged. Call it after taking the events
+    /// and polling the requests.
     pub fn forget_unmerged(&mut self) {
         let reported = &mut self.reported;
         let new_processes = &mut self.discovery.new_processes;
@@ -166,7 +167,7 @@ impl LiveHost {
 
     fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, info: ProcessInfo) {
         let key = info.process.key();
-        // If the target is of another process that had the pid, the next refresh notices.
+        // If the target is an earlier process with this pid, which has ended, the next refresh notices.
         let is_other = self.targets.get(&key.0).is_some_and(|target| target.info.process.key() != key);
         if is_other || !unmerging.found.insert(key) {
             return;

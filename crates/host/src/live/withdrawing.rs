@@ -51,8 +51,8 @@ pub(super) struct Withdrawing {
     pub(super) outcome: Outcome,
 }
 
-/// When a pass tries a process: processes from slow origins last, and of the others first the ones that were never
-/// tried. We begin after the process where the last pass ended.
+/// The place of a process in the order of a pass. Processes of slow users and cgroups come last. Of the rest, the ones
+/// that we never tried come first, and otherwise we begin after the process where the last pass ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Turn {
     is_slow: bool,
@@ -95,7 +95,7 @@ impl LiveHost {
             let spent_ns = elapsed_ns(began);
             self.slow.note(self.targets.get(&pid), spent_ns - before_ns, now_ns);
             if spent_ns > PASS_NS {
-                // If others are pending and not tried yet, we mark nothing until then.
+                // As long as there are marks that must go and that we haven't tried to remove, we mark nothing.
                 self.withdrawing.last_pid = pid;
                 self.schedule.next_ns = 0;
                 break;
@@ -155,13 +155,13 @@ impl LiveHost {
         Try::Changed
     }
 
-    /// Tries to remove marks of a process, or looks whether an earlier try has ended. `None` if we did nothing, or if
+    /// Tries to remove marks of a process, or checks whether an earlier try has ended. `None` if we did nothing, or if
     /// the earlier try hasn't ended.
     fn try_to_withdraw(&mut self, pid: i32, now_ns: u64) -> Option<Withdrawal> {
         let target = self.targets.get_mut(&pid)?;
         let injector = &self.actuator.as_ref()?.injector;
         let tried = if let Some(job) = self.withdrawing.jobs.remove(&pid) {
-            // We waited for the job when it began, and now only look.
+            // We waited for the job when it began, and now only check whether it has ended.
             job.poll()
         } else {
             if let Err(error) = target.admit() {
@@ -176,7 +176,7 @@ impl LiveHost {
             Ok(Ok(withdrawal)) => return Some(withdrawal),
             // The process has ended. The next refresh removes the target.
             Ok(Err(ReadError::Vanished { .. })) if !target.info.process.is_alive() => {}
-            // A thread that we've read in its place may have ended, too.
+            // Includes `Vanished` if only the thread has ended that we read instead of the process's first one.
             Ok(Err(error)) => target.put_off(now_ns, error.into()),
             Err(mut job) => {
                 target.leave(&mut job.pending);
