@@ -1,4 +1,5 @@
-//! Counts the contents of one workload: how many there are, and how often each occurs. Also makes the sketch of them.
+//! Counts the contents of one workload's pages: how many there are, and how many pages have each. Also makes the sketch
+//! of them.
 
 use crate::key::Content;
 use crate::sketch::{LG_NOMINAL, MAX_THETA, SKETCH_ENTRIES, Sketch};
@@ -22,7 +23,7 @@ pub struct Counter {
 pub struct Counted {
     pub sketch: Sketch,
     pub pages: Pages,
-    /// How many of the pages would be left over if each content were kept once.
+    /// How many of the pages merging could free: all but one of each content.
     pub spare: Pages,
     /// All pages by the number of copies of their content. They add up to [`Self::pages`].
     pub by_copies: [Pages; CLASSES],
@@ -75,7 +76,7 @@ impl Counter {
 struct Sampled {
     contents: [u64; CLASSES],
     pages: [u64; CLASSES],
-    /// The sum of the squares of copies, without the last class.
+    /// The sum of the squares of the contents' numbers of copies, without the last class.
     squares: f64,
 }
 
@@ -93,7 +94,7 @@ impl Sampled {
         sampled
     }
 
-    /// Divides `pages` by the number of copies. A `share` of the contents was sampled.
+    /// Divides all `pages` into classes. A `share` of the contents was sampled.
     ///
     /// A content with very many copies is in the sample or it isn't. By the sample alone, we'd estimate 100,000 copies
     /// of one content as none or as ten million. But we know the number of all pages. So the pages that the other
@@ -117,8 +118,8 @@ impl Sampled {
         })
     }
 
-    /// How many contents there are in these pages of each class. Since we know the number of all pages, this is far
-    /// better than the sketch's own estimate where few pages have copies.
+    /// How many different contents the pages have. `by_copies`: the number of pages in each class. Since we know the
+    /// number of all pages, this is far better than the sketch's own estimate where few pages have copies.
     fn contents(&self, by_copies: &[Pages; CLASSES]) -> Pages {
         let mut contents = 0.0;
         for (class, pages) in by_copies.iter().enumerate() {

@@ -17,7 +17,7 @@ pub(crate) fn column<T: DataType>(
     let chunk = group.metadata().column(at);
     let (from, length) = chunk.byte_range();
     if chunk.compression() != Compression::UNCOMPRESSED || !layout.holds(from, length) {
-        return Err("a column is not where pages are".into());
+        return Err("a column does not consist of whole pages".into());
     }
     let mut values = Vec::new();
     let (read, _, _) =
@@ -28,7 +28,7 @@ pub(crate) fn column<T: DataType>(
     Ok(values)
 }
 
-/// An error of the parquet crate.
+/// Makes an error of the parquet crate one of ours.
 pub(crate) fn damaged(error: &dyn std::fmt::Display) -> SketchError {
     SketchError::Damaged(crate::one_line(error))
 }

@@ -28,10 +28,11 @@ use std::io::{Cursor, Read, Seek, Write};
 use std::sync::Arc;
 
 pub const SCHEMA: &str = "pagefold.sketch/1";
-/// The beginning of the schema's name in all versions.
+/// The beginning of [`SCHEMA`], which is the same in all versions.
 const SCHEMA_NAME: &str = "pagefold.sketch/";
 const VERSION: u32 = 1;
-/// The schema is named near the end of a file: only other entries, and the end of the metadata, come after it.
+/// We search this much at the end of a file for the schema's name: only other entries, and the end of the metadata,
+/// come after the name.
 const TAIL_BYTES: usize = 4096;
 
 pub const ROWS_MOST: usize = 4096;
@@ -53,7 +54,7 @@ pub const TEXTS: [Text; 5] = [
     ("domain", |row| row.domain.clone()),
 ];
 
-/// The columns of numbers, which follow those of text. The last column of a file is the sketch.
+/// The columns of numbers, which follow the texts. The last column of a file is the sketch.
 pub const NUMBERS: [Number; 19] = [
     ("time_us", |row| row.time_us, |row| &mut row.time_us),
     ("since_us", |row| row.since_us, |row| &mut row.since_us),
@@ -103,7 +104,7 @@ impl SketchFile {
     }
 }
 
-/// The rules for rows of one file.
+/// Checks whether these rows can be in one file.
 fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
     if rows.len() > ROWS_MOST {
         return Err(SketchError::TooMuch { what: "workloads", found: count(rows.len()), most: count(ROWS_MOST) });
@@ -123,10 +124,10 @@ fn check_row<'a>(
 ) -> Result<(), String> {
     row.check()?;
     if (&row.host, row.key) != (&first.host, first.key) {
-        return Err("it is of another host or key than the first one".to_owned());
+        return Err("it has another host or key than the first row".to_owned());
     }
     if !names.insert((row.kind, &row.workload, &row.domain)) {
-        return Err(format!("a {} of its name is there already", row.kind));
+        return Err(format!("an earlier row has a {} of the same name", row.kind));
     }
     Ok(())
 }
@@ -198,7 +199,7 @@ fn put<T: DataType, W: Write + Send>(
     Ok(())
 }
 
-/// Reads a file. It takes about twice as much memory as `bytes` are long.
+/// Reads a file, which takes about twice as much memory as the file is long.
 pub fn read(bytes: Vec<u8>) -> Result<SketchFile, SketchError> {
     let length = count(bytes.len());
     if length > FILE_BYTES {

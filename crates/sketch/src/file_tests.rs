@@ -68,7 +68,7 @@ fn rows_that_no_host_reports_are_refused() {
     assert!(with(|row| row.domain = "x".repeat(1025)).contains("domain has 1025 bytes"));
     assert!(with(|row| row.host = "a\nb".into()).contains("control character"));
     assert!(with(|row| row.host = "b".into()).contains("another host"));
-    assert!(with(|row| row.workload = "web".into()).contains("a pod of its name is there already"));
+    assert!(with(|row| row.workload = "web".into()).contains("an earlier row has a pod of the same name"));
     assert!(with(|row| row.read_bytes = 1 << 40).contains("more than anonymous_bytes"));
     assert!(with(|row| row.zero_bytes = row.read_bytes + 1).contains("more pages"));
     assert!(with(|row| row.pages[0] = u64::MAX).contains("more pages"));

@@ -24,7 +24,7 @@ pub struct FleetKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Content(pub u64);
 
-/// Tells keys apart, without telling anything about them.
+/// Tells keys apart, but reveals nothing else about them.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeyId([u8; ID_BYTES]);
 
@@ -50,7 +50,7 @@ impl FleetKey {
         self.id
     }
 
-    /// The digest of a page, or of a stand-in for one.
+    /// The digest of a page. Simulations may pass something shorter in its place.
     ///
     /// It's the keyed BLAKE3 of a 128-bit fingerprint. That takes 0.17 us. BLAKE3 of the whole page would take 2.5 us,
     /// three times as long as reading the page. BLAKE3 keeps anybody from testing guesses without the key; the

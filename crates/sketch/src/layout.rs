@@ -5,7 +5,7 @@
 //! overflows its stack, the process ends: we couldn't catch that as a panic. It also counts up to the length that a
 //! list of booleans claims to have, which takes seconds, and there can be many lists. So we only let through the form
 //! that we write: the schema byte for byte, no more groups than rows, short lists, and pages one after the other, each
-//! plain and not compressed. This module isn't a Parquet reader.
+//! plain and not compressed. This module doesn't read Parquet files of any other form.
 
 use crate::decode::damaged;
 use crate::error::SketchError;
@@ -46,12 +46,12 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: twice as long as ours, and more for each row group. We limit it because a footer takes
-/// several times its length in memory.
+/// How long a footer may be: `FOOTER_BYTES`, twice what our own take, and `GROUP_BYTES` for each row group. We limit it
+/// because a footer takes several times its length in memory.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 
-/// The places of the pages in a file.
+/// Where the data pages of a file are.
 #[derive(Debug)]
 pub(crate) struct Layout {
     /// The offsets of the pages, ascending, and finally the offset of the footer.
@@ -86,7 +86,7 @@ impl Layout {
         Ok(Self { starts })
     }
 
-    /// Whether `length` bytes from an offset on are whole pages.
+    /// Whether the `length` bytes from this offset on are whole data pages.
     pub(crate) fn holds(&self, from: u64, length: u64) -> bool {
         length > 0 && self.is_start(from) && from.checked_add(length).is_some_and(|end| self.is_start(end))
     }
@@ -108,7 +108,7 @@ pub(crate) fn schema_of(empty: &[u8]) -> &[u8] {
     &footer[..end]
 }
 
-/// The footer, its length and the magic number.
+/// The end of a file: the footer, the footer's length and the magic number.
 fn footer_of(file: &[u8]) -> Option<&[u8]> {
     let end = file.len().checked_sub(TAIL)?;
     let length = u32::from_le_bytes(*file[end..].first_chunk()?);
@@ -181,7 +181,7 @@ impl Reader<'_> {
         loop {
             match self.any()? {
                 thrift::END => return Some(()),
-                // A field that gives its own number, and so could repeat another one.
+                // A field with a number of its own instead of a distance, which could repeat an earlier field.
                 header if header >> 4 == 0 => return None,
                 header if matches!(header & 15, thrift::TRUE | thrift::FALSE) => {}
                 header => self.value(header & 15, elements_most, depth)?,

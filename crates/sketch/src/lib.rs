@@ -8,7 +8,7 @@
 //! - [`seal`], [`guarded`]: for all our Parquet files, a checksum over the whole file, and decoding that turns panics
 //!   of the parquet crate into errors.
 //!
-//! Pure: we open no file here, and read no clock. A file may come from anybody, so any fault in it is an error, never a
+//! We open no file here, and read no clock. A file may come from anybody, so any fault in it is an error, never a
 //! panic.
 #![forbid(unsafe_code)]
 

@@ -7,10 +7,10 @@ use pagefold_engine::units::PAGE_BYTES;
 use std::fmt;
 
 pub const NAME_BYTES: usize = 1024;
-/// The largest number, except for times: 1 PiB. The rows of a file add up to less than 2^63, for engines that add
-/// 64-bit numbers.
+/// The largest number that a column may have, except for times: 1 PiB. So the rows of a file add up to less than 2^63,
+/// and database engines can add them as 64-bit numbers.
 pub const NUMBER_MOST: u64 = 1 << 50;
-/// The latest time, in the year 2112.
+/// The latest time that a column may have, in the year 2112.
 pub const TIME_MOST: u64 = 1 << 52;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -59,8 +59,8 @@ pub struct Row {
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
     pub time_us: u64,
-    /// When the previous sketch was complete, or the first one began. The period of `came_bytes` to `broken_bytes`
-    /// starts there.
+    /// When the previous sketch was complete, or the first one began. The period of `came_bytes`, `went_bytes`,
+    /// `broken_bytes` and `cpu_millicores` starts there.
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,
@@ -74,7 +74,7 @@ pub struct Row {
     /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,
     pub saved_bytes: u64,
-    /// The most merged memory that programs have written, and so taken back, in a period.
+    /// The highest `broken_bytes` of all periods so far.
     pub take_back_bytes: u64,
     /// Contents that the previous sketch didn't have. Each counts once.
     pub came_bytes: u64,
@@ -82,7 +82,7 @@ pub struct Row {
     pub went_bytes: u64,
     /// Merged pages that were written in the period.
     pub broken_bytes: u64,
-    /// CPU time in the period, thousandths of a core.
+    /// CPU time divided by the length of the period, thousandths of a core.
     pub cpu_millicores: u64,
     pub host_memory_bytes: u64,
     pub host_cpu_millicores: u64,

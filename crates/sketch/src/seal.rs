@@ -1,8 +1,8 @@
 //! The checksum of a file.
 //!
 //! Parquet has optional checksums for its pages and none for its metadata, which readers trust. So the last entry of
-//! the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. We refuse a
-//! file that differs in any byte before we decode anything else in it.
+//! the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. If any byte has
+//! changed, we refuse the file before we decode anything else in it.
 
 use std::hash::Hasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -45,7 +45,7 @@ pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec
     own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
 }
 
-/// The entry's value until we know the checksum: zeros as digits.
+/// The value of the checksum's entry until we know the checksum: zeros as digits.
 pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }

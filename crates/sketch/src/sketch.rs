@@ -1,8 +1,8 @@
 //! A theta sketch (Apache DataSketches) of distinct contents.
 //!
-//! A sketch keeps the contents whose hash is below a threshold, theta. So below the lower of their thresholds, any two
-//! sketches keep the same ones of their common contents ("coordinated sampling"). From these entries we estimate how
-//! much two workloads share.
+//! A sketch keeps the contents whose hash is below a threshold, theta. So if two workloads have a content in common
+//! whose hash is below both thresholds, both sketches keep it ("coordinated sampling"). From these entries we estimate
+//! how much two workloads share.
 
 use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
@@ -19,13 +19,13 @@ pub(crate) const LG_NOMINAL: u8 = 12;
 
 /// Theta while the sketch still has all contents.
 pub(crate) const MAX_THETA: u64 = i64::MAX as u64;
-/// The lowest theta: a host of 2^40 contents has 4 PiB.
+/// The lowest theta that we accept: even 2^40 contents, 4 PiB, give a higher one.
 const MIN_THETA: u64 = MAX_THETA >> 40;
 
 /// The serial version that we write, and the only one that we read. The next version packs entries, and not all readers
 /// can unpack them.
 const SERIAL_VERSION: u8 = 3;
-/// The family of theta sketches in compact form.
+/// The library's number for the family of compact theta sketches.
 const FAMILY: u8 = 3;
 /// Read-only, compact, and ordered.
 const FLAGS: u8 = 0b1_1010;
@@ -39,7 +39,7 @@ pub struct Sketch(CompactThetaSketch);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
-    /// Contents, each of one page.
+    /// The number of contents, each of one page.
     pub contents: f64,
     /// Bounds that are right in 19 of 20 cases: two standard deviations.
     pub low: f64,
@@ -47,7 +47,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Bytes in as many pages.
+    /// The size of that many pages in bytes.
     pub fn bytes(self) -> f64 {
         self.contents * PAGE_BYTES as f64
     }
@@ -154,7 +154,7 @@ impl Sketch {
         self.len() == 0
     }
 
-    /// Whether we know that there are no contents, not just that the sample has none.
+    /// Whether we know that the workload has no contents, and not only that the sample has none.
     fn is_surely_empty(&self) -> bool {
         self.is_empty() && self.theta() == MAX_THETA
     }
@@ -171,8 +171,8 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's serialised form of ascending hashes. It can't make a sketch of hashes, or of its own tables of counts,
-/// in any other way.
+/// The library's serialised form of ascending hashes. Only from this form can the library make a sketch of hashes, or
+/// of its own tables of counts.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {
