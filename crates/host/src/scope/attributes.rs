@@ -51,7 +51,7 @@ impl Attributes {
         Self { root: root.to_owned(), mounts: HashMap::new(), seen: HashMap::new() }
     }
 
-    /// The cgroup that excludes the process, if any. In each hierarchy the nearest attribute decides.
+    /// The cgroup that opts its processes out, if any. In each hierarchy the nearest attribute decides.
     pub(super) fn avoided(&mut self, cgroups: &[Cgroup]) -> Option<String> {
         for cgroup in cgroups {
             // If one cgroup has both attributes, avoid takes precedence.
@@ -100,8 +100,8 @@ impl Attributes {
     }
 }
 
-/// The path of a cgroup below its mount. Paths outside our cgroup namespace begin with "..". Here they would lead to
-/// other directories.
+/// The path of a cgroup below its mount. Paths outside our cgroup namespace begin with "..", and would lead us to other
+/// directories.
 fn inner_path(path: &str) -> Option<&Path> {
     let inner = Path::new(path).strip_prefix("/").ok()?;
     if inner.components().all(|part| matches!(part, Component::Normal(_))) { Some(inner) } else { None }

@@ -144,16 +144,16 @@ impl DenyList {
         self.workloads.iter().find(|workload| workload.names(info))
     }
 
-    /// Whether an opt-out of a process doesn't count. `program` is the base name of its executable, if root alone can
-    /// change the executable.
+    /// Whether the administrator has overridden an opt-out of a process. `program` is the base name of its executable,
+    /// if root alone can change the executable.
     pub fn overrides(&self, opt_out: &OptOut, program: Option<&[u8]>) -> bool {
         self.overridden.iter().any(|name| opt_out.is_called(name) || program == Some(name.as_bytes()))
     }
 
     /// The entry that denies a program, if any. The program goes by the base name of its executable and by its command
-    /// name, and `matches` says how it matches other names and paths. Any of these denies it; only what root alone can
-    /// have named ([`Matching::Yes`]) allows it. A name of 15 bytes may be a truncated command name, so longer entries
-    /// that begin with it deny it, but don't allow it: the full name may differ.
+    /// name, and `matches` says how it matches other names and paths. A match of any of these denies it. Only a match
+    /// that root alone can bring about ([`Matching::Yes`]) allows it. A name of 15 bytes may be a truncated command
+    /// name, so longer entries that begin with it deny it, but don't allow it: the full name may differ.
     pub fn entry_for(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> Option<&str> {
         match self.deciding(names, matches) {
             Some(entry) if entry.denied => Some(&entry.name),

@@ -43,7 +43,7 @@ impl DomainRules {
     }
 
     /// Name of the domain to merge with ksmd: the configured one, or else root's. Rules by cgroup or program don't
-    /// count for root's domain, because processes could choose it by them.
+    /// count for root's domain, because a process may choose its cgroup or program.
     pub fn merged(&self) -> String {
         if let Some(name) = &self.merge {
             return name.clone();

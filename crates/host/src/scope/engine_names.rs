@@ -14,7 +14,8 @@ use std::sync::{LazyLock, Mutex};
 
 /// Docker's configuration of a container.
 const DOCKER: &str = "var/lib/docker/containers";
-/// Podman's and CRI-O's lists of containers, those that end with their programs (`--rm`) apart.
+/// Podman's and CRI-O's lists of containers. Containers that are removed once they end (`--rm`) are in the volatile
+/// ones.
 const STORAGE: [&str; 6] = [
     "var/lib/containers/storage/overlay-containers/containers.json",
     "var/lib/containers/storage/overlay-containers/volatile-containers.json",
@@ -28,9 +29,9 @@ const NERDCTL: &str = "run/containerd/io.containerd.runtime.v2.task/default";
 /// The kubelet names each pod's logs `NAMESPACE_NAME_UID`.
 const PODS: &str = "var/log/pods";
 
-/// We read no more of a file.
+/// We read at most this much of a file.
 const FILE_MOST: u64 = 16 << 20;
-/// We forget the names from files of their own once they're so many.
+/// Once we know this many names that aren't from such lists, we forget them all.
 const FOUND_MOST: usize = 1 << 14;
 
 #[derive(Deserialize)]
@@ -66,7 +67,7 @@ struct StorageList {
 #[derive(Debug)]
 pub(super) struct EngineNames {
     root: PathBuf,
-    /// The names from files of their own, with the file's version.
+    /// The names that aren't from [`STORAGE`], by identifier, each with the version of its file.
     found: Mutex<HashMap<String, (Version, String)>>,
     storage: Mutex<[StorageList; STORAGE.len()]>,
 }
@@ -81,7 +82,6 @@ impl EngineNames {
         Self { root: root.to_owned(), found: Mutex::default(), storage: Mutex::default() }
     }
 
-    /// The name that a container has now.
     pub(super) fn container(&self, id: &str) -> Option<String> {
         let docker = self.root.join(DOCKER).join(id).join("config.v2.json");
         let nerdctl = self.root.join(NERDCTL).join(id).join("config.json");
@@ -94,7 +94,7 @@ impl EngineNames {
         self.of_file(uid, &self.root.join(PODS), |logs| pod_name(logs, uid))
     }
 
-    /// A name that we read only if the file has changed.
+    /// The name in a file, which we only read again if it has changed.
     fn of_file(&self, id: &str, file: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
         let version = version_of(file)?;
         let mut found = locked(&self.found);
@@ -108,11 +108,11 @@ impl EngineNames {
                 return Some(name);
             }
         }
-        // If we can't read it now, we go by the version before.
+        // If we can't read the file now, we take the name from its last version.
         Some(known?.1)
     }
 
-    /// From the lists of Podman and CRI-O.
+    /// The name of a container in the lists of Podman and CRI-O.
     fn of_storage(&self, id: &str) -> Option<String> {
         let mut storage = locked(&self.storage);
         for (file, list) in STORAGE.into_iter().zip(storage.iter_mut()) {
@@ -121,7 +121,7 @@ impl EngineNames {
             if version.is_none() {
                 *list = StorageList::default();
             } else if version != list.version {
-                // If we can't read it now, we go by the version before and try again the next time.
+                // If we can't read the list now, we go by its last version, and try again the next time.
                 if let Some(containers) = read_json::<Vec<StoredContainer>>(&file) {
                     let named = containers.into_iter().filter_map(|mut found| Some((found.id, found.names.pop()?)));
                     *list = StorageList { version, names: named.collect() };

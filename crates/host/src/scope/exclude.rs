@@ -50,7 +50,7 @@ pub enum Exclusion {
     MovedDomain {
         to: String,
     },
-    /// It's in a trust domain other than the merged one.
+    /// It's in a trust domain other than the one that ksmd merges.
     OtherDomain {
         own: String,
         merged: String,
@@ -61,7 +61,7 @@ pub enum Exclusion {
     OtherProgram,
     /// The kernel denies reading it.
     NotReadable,
-    /// It keeps its mmap lock, so our reads don't return.
+    /// It holds its mmap lock, so our reads of it don't return.
     Stuck,
     /// Its address space is another process's, too (CLONE_VM), and we count it there.
     SameMemory {
@@ -75,7 +75,8 @@ pub enum Exclusion {
         /// How many mappings we consider at most.
         most: usize,
     },
-    /// Together with other processes, or others of its user, it has more mappings than we can keep track of.
+    /// Together with other processes, or with others of its user or cgroup, it has more mappings than we can keep track
+    /// of.
     TooManyInAll,
     /// It maps and unmaps memory all the time, and reading it would slow it down.
     Restless,
@@ -89,7 +90,7 @@ pub enum Exclusion {
     DontExpand,
     /// Hugetlb pages.
     HugeTlb,
-    /// VM_MIXEDMAP: a driver's mapping with some pages.
+    /// VM_MIXEDMAP: a driver's mapping, which may have pages without page structures.
     MixedMap,
     /// VM_DROPPABLE: contents that the kernel may drop (the vDSO's random state).
     Droppable,
@@ -164,7 +165,7 @@ impl Exclusion {
         }
     }
 
-    /// Whether the reason can go away although the process doesn't run.
+    /// Whether the reason can go away while the process doesn't run.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
     }
@@ -181,7 +182,7 @@ impl fmt::Display for Exclusion {
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
             Self::Untrusted(why) => {
-                return write!(f, "{}; name it by --pid, --cgroup or --user", why.clause("its executable"));
+                return write!(f, "{}; select it by --pid, --cgroup or --user", why.clause("its executable"));
             }
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {
@@ -196,7 +197,7 @@ impl fmt::Display for Exclusion {
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::Bits32 => "a 32-bit program, which cannot be marked from outside; start it by pagefold exec",
             Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings that KSM could merge"),
-            Self::TooManyInAll => "it and others have too many mappings in all",
+            Self::TooManyInAll => "with other processes, has more mappings than pagefold can track",
             Self::NotReadable => "cannot be read",
             Self::Stuck => "keeps its memory map locked",
             Self::SameMemory { with } => return write!(f, "its memory is that of process {with}, and counted there"),

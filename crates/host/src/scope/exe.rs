@@ -5,8 +5,8 @@
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
 //! belong to root, and no other user may write them. An upgrade may replace the file while the program is running. Then
 //! we go by the same path if the file that runs is root's alone and was on the same mount as the directory, or on a
-//! copy of that mount: a service with `PrivateTmp=` has copies of all mounts. In the same way a program keeps the links
-//! that led to it when we looked. Rules that only exclude match by name as well.
+//! copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Likewise, a link that led to a program
+//! when we checked remains one of its names. Rules that only exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::locked;
@@ -27,7 +27,7 @@ use thiserror::Error;
 
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
-/// The kernel cuts command names off.
+/// The kernel cuts command names off after this many bytes.
 const COMM_MOST: usize = 15;
 /// The kernel adds this to the path of a file that was removed or replaced.
 const DELETED: &[u8] = b" (deleted)";
@@ -44,7 +44,7 @@ pub struct Exe {
     file: Option<Found>,
     /// If the file was removed: the place of its mount ([`place_of`]) as the process itself sees it.
     place: Option<Vec<u8>>,
-    /// We find out once, because a trusted file may be replaced while it runs.
+    /// We check it once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
     /// Paths that have led to it so far: a link may be switched to another version while this one runs.
     led_here: Arc<Mutex<BTreeSet<PathBuf>>>,
@@ -196,7 +196,7 @@ impl Exe {
     }
 
     /// Whether this path leads to the executable, as Debian's redis-server leads to redis-check-rdb, or has led to it
-    /// when we looked before. Only links and directories of root count.
+    /// at an earlier check. Only links and directories of root count.
     fn is_linked_as(&self, path: &Path) -> bool {
         if locked(&self.led_here).contains(path) {
             return true;
@@ -209,7 +209,8 @@ impl Exe {
     }
 
     /// Whether this path leads, by a link, to another file than the executable, which is root's and has the same name,
-    /// or was started by that name. The process can set its command name, so this never selects it, but gives a reason.
+    /// or was started by that name. The process can set its command name, so this never selects the process, but tells
+    /// the user why it isn't selected.
     fn is_other_version(&self, path: &Path, comm: &[u8]) -> bool {
         let Some(name) = path.file_name() else { return false };
         let truncated = &name.as_bytes()[..name.len().min(COMM_MOST)];

@@ -1,11 +1,11 @@
-//! Processes that an administrator keeps out, and the ones let in again.
+//! Processes that an administrator keeps out of merging, and the ones let in again.
 //!
 //! Each selector given to `exclude`, `unmerge` or `include` makes an entry, and the last entry that matches a process
 //! decides. So a selector of cgroups, users or programs also decides on processes that start later. A pid stands for
 //! one process and its descendants, including later ones. We match executables by name: nobody gains anything by being
 //! kept out.
 //!
-//! Callers keep the list for the next run. A process's start time tells it from a later one with the same pid.
+//! Callers save the list for the next run. A process's start time tells it from a later process with the same pid.
 
 use super::exe::{Distrust, Matching};
 use super::{ProcessInfo, ScopeSpec, Selector};
@@ -14,7 +14,7 @@ use pagefold_procmem::process::{Process, ProcessKey, ReadError, Stat};
 use std::collections::BTreeSet;
 use thiserror::Error;
 
-/// We keep this many entries, not counting entries for processes that have ended.
+/// We keep at most this many entries, not counting entries for processes that have ended.
 pub const ENTRIES_MOST: usize = 1024;
 
 /// Why we refuse a request.
@@ -60,7 +60,7 @@ impl KeptOut {
         kept_out
     }
 
-    /// How many descendants have joined entries during this run. Callers keep the list again when this grows.
+    /// How many descendants have joined entries during this run. Callers save the list again when this number grows.
     pub fn adopted(&self) -> u64 {
         self.adopted
     }
@@ -128,7 +128,8 @@ impl KeptOut {
                 entry.processes.retain(|key| !new.processes.contains(key));
             }
             self.entries.retain(|entry| !entry.is_superseded_by(&new));
-            // If only pids are kept out, a process is let in by taking it out of their entries.
+            // If only pids are kept out, we let a process in by removing it from their entries, and need no entry for
+            // it.
             let decides = !new.is_in() || !new.is_of_pid() || self.entries.iter().any(|entry| !entry.is_of_pid());
             if decides && !new.is_empty() {
                 self.entries.push(new);
@@ -205,7 +206,8 @@ impl Entry {
             return self.processes.contains(&info.process.key());
         }
         let Ok(matcher) = self.selector.resolve_existing(roots) else { return false };
-        // The path of a link keeps the versions out that it once led to, but lets in only the one that it leads to.
+        // The path of a link also keeps out the versions of a program that it once led to, but lets in only the one
+        // that it leads to now.
         let is_other = self.is_in() && matcher.matches(info) == Matching::NameOnly(Distrust::OtherVersion);
         !is_other && matcher.matches_by_name(info)
     }
@@ -237,7 +239,8 @@ fn entries_of(spec: &ScopeSpec, found: &[ProcessInfo], verdict: Verdict) -> Vec<
 fn ancestors(process: &Process, roots: &Roots) -> Vec<ProcessKey> {
     let mut found = Vec::new();
     let mut stat = process.stat();
-    // If a parent has just ended, the search ends. Processes are never their own ancestors, but pids are reused.
+    // If a parent has just ended, the search ends. Because pids are reused, the search could go in circles, so it ends
+    // at 1000 processes.
     while let Ok(Stat { parent: parent @ 1.., .. }) = stat {
         let Ok(process) = Process::open_at(&roots.proc, parent) else { break };
         found.push(process.key());

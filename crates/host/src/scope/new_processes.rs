@@ -22,7 +22,7 @@ const NEW_NS: u64 = 3_000_000_000;
 /// `LIST_MAX_NS`.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
-/// Longest time between two lists, nanoseconds: idle processes of others must not make us find forks later.
+/// Longest time between two lists, nanoseconds: nobody can delay our search for new processes by having many idle ones.
 const LIST_MAX_NS: u64 = 5_000_000_000;
 /// Full passes may take 1/`FULL_SHARE` of the time.
 const FULL_SHARE: u64 = 10_000;
@@ -41,7 +41,7 @@ pub struct NewProcesses {
     outside: HashMap<i32, u64>,
     /// Processes of `outside` that we first saw after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
-    /// Processes of `outside` that are in scope, but too many to be known.
+    /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many.
     turned_away: HashSet<i32>,
     /// Whether we must read the next list in any case, for example because processes of `outside` are new.
     unsettled: bool,
@@ -77,18 +77,19 @@ impl NewProcesses {
         self.next_full_ns = 0;
     }
 
-    /// Notes that a process isn't known any more. The next call examines it, in case it has come into scope.
+    /// Notes that our caller doesn't track a process any more. The next call examines it, in case it has come into
+    /// scope.
     pub fn leave(&mut self, pid: i32) {
         self.outside.insert(pid, self.listed_ns);
         self.unsettled = true;
     }
 
-    /// Notes that a process that we've found is known from now on. Otherwise it stays among the ones out of scope.
+    /// Notes that our caller tracks a process that we've found. Without this call we count it as out of scope.
     pub fn join(&mut self, pid: i32) {
         self.outside.remove(&pid);
     }
 
-    /// Notes that a process that we've found won't be known, since there are too many.
+    /// Notes that our caller won't track a process that we've found, because there are too many.
     pub fn turn_away(&mut self, pid: i32) {
         self.turned_away.insert(pid);
     }
@@ -103,7 +104,8 @@ impl NewProcesses {
         std::mem::take(&mut self.first_seen)
     }
 
-    /// Finds the processes that have come into scope. We don't examine `known` ones.
+    /// Finds the processes that have come into scope. We don't examine the ones that our caller tracks already
+    /// (`known`).
     pub fn find(
         &mut self,
         now_ns: u64,
@@ -132,7 +134,7 @@ impl NewProcesses {
         })?;
         self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
-        // A full pass finds those that are still in scope.
+        // A full pass finds them again if they're still in scope.
         self.turned_away.retain(|pid| !full && outside.contains_key(pid));
         self.outside = outside;
         self.last_pid = last_pid;

@@ -68,7 +68,7 @@ pub enum OptOut {
         /// The name of the virtual machine, by its cgroup.
         guest: Option<String>,
     },
-    /// The files that could say so don't answer, or there are too many.
+    /// We can't read the files that could say so: their file system doesn't answer, for example, or there are too many.
     Unknown {
         /// The cgroup that the files are about.
         cgroup: String,
@@ -76,7 +76,7 @@ pub enum OptOut {
 }
 
 impl OptOut {
-    /// Whether its unit, virtual machine or cgroup has this name.
+    /// Whether this is the name of the unit, virtual machine or cgroup that has opted out.
     pub fn is_called(&self, name: &str) -> bool {
         match self {
             Self::Attribute { cgroup } | Self::Unknown { cgroup } => cgroup == name,
@@ -206,7 +206,7 @@ fn is_missing(error: &io::Error) -> bool {
 }
 
 /// Reads the beginning of a regular file. Anything else reads as empty, and so does a link to /dev/null, by which units
-/// are masked. `folders` are the user's, if the path is one of a user.
+/// are masked. `folders` are a user's, if the file may be in one of them.
 pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Result<Vec<u8>> {
     let found = match find(path, folders) {
         Err(error) if is_missing(&error) => return Ok(Vec::new()),

@@ -221,7 +221,7 @@ impl<'a> Unit<'a> {
         let kind = self.name.rsplit_once('.').unwrap_or_default().1;
         let names = names_of(self.name);
         let mut directories = Vec::new();
-        // Drop-ins for all units of this kind give way to all others.
+        // Directories for all units of this kind (`service.d`) come after all others.
         for names in [&names[..], &[kind.to_owned()]] {
             for directory in &self.directories {
                 directories.extend(names.iter().map(|name| directory.join(format!("{name}.d"))));
@@ -278,7 +278,7 @@ fn names_of(unit: &str) -> Vec<String> {
 pub enum Setting {
     Yes,
     No,
-    /// The setting counts as never assigned.
+    /// An empty value: as if nothing had been assigned.
     Reset,
 }
 

@@ -35,8 +35,8 @@ pub struct ProcessInfo {
     pub selected_by: Option<usize>,
     /// Why that selector doesn't count: it matches by a name that any user can choose.
     pub distrust: Option<Distrust>,
-    /// Whether it's running a 32-bit program, and if so, whether its memory isn't all marked already. We read these
-    /// separately.
+    /// Whether it's running a 32-bit program. We can't mark such a program from outside, so it needs `pagefold exec`
+    /// unless all its memory is marked already. We read these separately.
     pub(crate) is_32_bit: bool,
     pub(crate) needs_exec: bool,
 }
@@ -51,9 +51,9 @@ pub struct CgroupInfo {
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// Its cgroup in each hierarchy; of a very deep one, the parent that we know.
+    /// Its cgroup in each hierarchy. In place of a very deep one, the ancestor down to which we read.
     pub(super) all: Vec<Cgroup>,
-    /// A cgroup that may say anything, because it's too deep, or we can't read it. We leave the process alone.
+    /// A cgroup that's too deep, or that we can't read, so it may have opted out. We leave the process alone.
     pub(crate) unreadable: Option<String>,
     /// The selector whose cgroup contains the process.
     pub(super) selected_by: Option<usize>,
@@ -65,7 +65,7 @@ impl CgroupInfo {
         Self { unreadable: Some(cgroup.to_owned()), ..Self::default() }
     }
 
-    /// Whether the kernel hides its cgroups, since a path is over 4096 bytes long (kernel/cgroup/cgroup.c).
+    /// Whether the kernel hides its cgroups because a path is over 4096 bytes long (kernel/cgroup/cgroup.c).
     pub(super) fn are_hidden(&self) -> bool {
         self.unreadable.is_some() && self.all.is_empty()
     }

@@ -8,7 +8,7 @@ use super::exe::Matching;
 use super::{Matcher, ProcessInfo};
 use pagefold_text::escape::printable;
 
-/// A name for some processes.
+/// A name that the configuration gives to the processes of a matcher.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: String,

@@ -168,7 +168,8 @@ impl Selection {
     pub(crate) fn select(&self, info: &mut ProcessInfo) {
         info.selected_by = None;
         info.distrust = None;
-        // We'll leave it alone if its cgroups are hidden, but have to know of its marks.
+        // If the kernel hides a process's cgroups, a selector may match any of them. We'll leave such a process alone,
+        // but must keep it in view, because it may have marks.
         let may_match = info.cgroups.are_hidden() && !self.for_undoing;
         for (at, matcher) in self.matchers.iter().enumerate() {
             let matching = match matcher {

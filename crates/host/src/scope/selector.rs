@@ -1,4 +1,5 @@
-//! Selectors of processes, as written and resolved: for scopes and for rules.
+//! Selectors of processes, for scopes and for rules: as somebody wrote them ([`Selector`]) and ready to compare
+//! processes with ([`Matcher`]).
 
 use super::attributes::directory_of;
 use super::exe::{Distrust, Matching, is_named, is_roots_alone};
@@ -43,7 +44,7 @@ impl Selector {
         })
     }
 
-    /// Whether both select the same. A service goes by its name with and without `.service`.
+    /// Whether both select the same processes. A service goes by its name with and without `.service`.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Workload(one), Self::Workload(two)) => one.kind == two.kind && one.base_name() == two.base_name(),
@@ -51,7 +52,7 @@ impl Selector {
         }
     }
 
-    /// Whether one of these selects the same.
+    /// Whether one of these selects the same processes.
     pub fn is_among(&self, others: &[Self]) -> bool {
         others.iter().any(|other| other.is_same(self))
     }
@@ -95,7 +96,7 @@ impl Selector {
         })
     }
 
-    /// Like [`Self::resolve`], but the user or cgroup must exist.
+    /// Like [`Self::resolve`], but the cgroup must exist, too.
     pub(super) fn resolve_existing(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
         let matcher = self.resolve(roots)?;
         match (self, &matcher) {
@@ -153,7 +154,7 @@ impl Matcher {
     /// have the name, even one that any user can choose.
     pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
         match self {
-            // We can't read its executable.
+            // We go by the command name if we can't read the executable.
             Self::Exe(name) if info.exe.is_none() => is_named(name, None, &info.stat.comm),
             Self::Cgroup(selected) => info.cgroups.all.iter().any(|cgroup| selected.matches(cgroup)),
             Self::Workload(workload) => workload.asked.names(info),

@@ -1,6 +1,6 @@
 //! Names a cgroup as its administrators do: a virtual machine, a container, a pod, a systemd unit.
 //!
-//! We look at the path, and at the names that engines have for what's in it. Formats: systemd's escapes
+//! We take the names from the cgroup's path, and from the container engines' own files. Formats: systemd's escapes
 //! (systemd-escape(1)); libvirt's `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and
 //! `lxc/CTID`; `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs
 //! driver, `docker/ID`; the kubelet's `...podUID.slice` and `kubepods/.../podUID`; LXC's `lxc.payload.NAME`.
@@ -48,7 +48,6 @@ impl WorkloadKind {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Workload {
     pub kind: WorkloadKind,
-    /// Its name, safe to print.
     pub name: String,
 }
 
@@ -63,7 +62,7 @@ impl Workload {
         Self { kind, name: name.to_owned() }
     }
 
-    /// The name, of a service without its type.
+    /// The name. If it's a service's, without `.service`.
     pub(super) fn base_name(&self) -> &str {
         match self.kind {
             WorkloadKind::Unit => self.name.strip_suffix(".service").unwrap_or(&self.name),
@@ -71,7 +70,7 @@ impl Workload {
         }
     }
 
-    /// Whether a process goes by this name, whoever has chosen it.
+    /// Whether this is a name of a process's workload, whoever has chosen the name.
     pub(super) fn names(&self, info: &ProcessInfo) -> bool {
         info.cgroups.all.iter().any(|cgroup| {
             // A unit can make cgroups below its own, so its name may be anywhere in the path.
@@ -112,7 +111,8 @@ pub fn workload_of_process(process: &Process) -> Option<Workload> {
 
 /// The workload of a process with these cgroups.
 pub fn workload_of_cgroups(cgroups: &[Cgroup]) -> Option<Workload> {
-    // systemd's own hierarchy says most. If there's none we take version 2's, or else the deepest cgroup.
+    // systemd's own hierarchy has the most detailed paths. If there's none, we take version 2's, or else the deepest
+    // cgroup.
     let depth = |cgroup: &Cgroup| cgroup.path.split('/').filter(|part| !part.is_empty()).count();
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), depth(cgroup)));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
@@ -127,7 +127,7 @@ pub(super) fn guest_of(path: &str) -> Option<String> {
     }
 }
 
-/// The name that we show.
+/// The workload of a path, as we show it.
 fn name_of(path: &str) -> Option<Workload> {
     let labels = labels_of(path);
     let machine = labels.iter().find(|label| label.kind != WorkloadKind::Unit);
@@ -189,8 +189,8 @@ impl Label<'_> {
         false
     }
 
-    /// Whether only the system can have made this cgroup, by the cgroups above it: a service, or the root of a
-    /// container that we don't know, can make others below its own.
+    /// Whether only the system can have made this cgroup, to judge by the cgroups above: a service, or root in a
+    /// container that we don't recognise, can make cgroups below its own.
     pub(super) fn is_systems(&self) -> bool {
         let is_typed_unit = self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some();
         for part in self.parent.split('/') {
