@@ -1,7 +1,7 @@
 //! Facts about this machine, which [`crate::check::diagnose`] judges.
 //!
-//! Nothing here decides or changes anything. Each fact is one read below a root path, and keeps missing, denied and
-//! malformed files apart.
+//! Nothing here decides or changes anything. Each fact comes from one read below a root path, and tells missing, denied
+//! and malformed files apart.
 
 use super::users::{KsmUser, ksm_users, saved};
 use pagefold_engine::units::Pages;
@@ -98,7 +98,7 @@ pub enum Cgroups {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundState {
     pub state: State,
-    /// Whether it was written since this boot.
+    /// Whether it was written after the last boot.
     pub this_boot: bool,
     /// Whether the process that wrote it is still running.
     pub holder_alive: bool,
@@ -171,7 +171,7 @@ pub struct MachineFacts {
 
 /// A program that sets KSM's knobs, as pagefold does, on hosts of Red Hat and Proxmox VE.
 pub const KSMTUNED: &str = "ksmtuned";
-/// KubeVirt's agent on each node. It sets KSM's knobs only if `ksmConfiguration` selects the node.
+/// KubeVirt's agent on each node. It sets KSM's knobs only if KubeVirt's `ksmConfiguration` selects the node.
 pub const VIRT_HANDLER: &str = "virt-handler";
 /// We spend at most this long on finding the processes that use KSM. Each takes some 10 us.
 const USERS_LIMIT: Duration = Duration::from_secs(5);
@@ -284,7 +284,7 @@ fn state(roots: &MachinePaths) -> Fact<FoundState> {
     })
 }
 
-/// A byte whose page is present once we've read it, so that we find it in our own pagemap.
+/// We read this byte so that its page is present, and then look up the page in our own pagemap.
 static PROBE: [u8; 1] = [1];
 
 /// Offset of the probe's entry in pagemap, which has 8 bytes per page.

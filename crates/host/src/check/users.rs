@@ -16,9 +16,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// We name at most this many processes.
+/// A finding lists at most this many processes.
 const NAMED_MOST: usize = 4;
-/// Looking up a merged page takes about a microsecond. With more pages than this we don't count.
+/// If there are more merged pages than this, we don't count the saving: looking up a page takes about a microsecond.
 const COUNTED_MOST: u64 = 1 << 22;
 
 /// A process that uses KSM.
@@ -70,7 +70,7 @@ impl KsmUser {
     }
 }
 
-/// Names processes, with their merged memory.
+/// Lists processes with their merged memory, for a finding.
 pub fn sentence(users: &[KsmUser]) -> String {
     let mut names = Vec::new();
     for user in users.iter().take(NAMED_MOST) {
@@ -129,7 +129,7 @@ impl Merged {
     }
 }
 
-/// `mappings` has the frame, the page that maps it, and the family of the process.
+/// How many frames merging saves. Each mapping is a frame, the page that maps it, and the family of the page's process.
 fn saved_frames(mut mappings: Vec<(u64, Vpn, u64)>) -> u64 {
     mappings.sort_unstable();
     mappings.dedup();

@@ -64,7 +64,7 @@ pub(super) fn ptrace(facts: &MachineFacts) -> Finding {
             "running programs cannot be marked",
             "start programs with `pagefold exec`, or boot with kernel.yama.ptrace_scope below 3",
         ),
-        Fact::Is(scope @ 1..) => ok(format!("ptrace is allowed with CAP_SYS_PTRACE (scope {scope})")),
+        Fact::Is(scope @ 1..) => ok(format!("ptrace is allowed with CAP_SYS_PTRACE (yama ptrace_scope is {scope})")),
         Fact::Is(0) | Fact::Absent => ok("ptrace is allowed"),
         _ => note("yama's ptrace_scope cannot be read", "marking may be refused", "nothing"),
     }

@@ -7,9 +7,9 @@ use pagefold_engine::units::Pages;
 use pagefold_ksm::Knob;
 use pagefold_ksm::request::Carrier;
 
-/// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
+/// Oldest supported kernel: it has PR_SET_MEMORY_MERGE and general_profit.
 const OLDEST: Release = Release(6, 4);
-/// First kernel where the mark of all memory survives exec, and with `KSM:` in smaps and PAGEMAP_SCAN.
+/// First kernel where PR_SET_MEMORY_MERGE survives exec, and that has `KSM:` in smaps and PAGEMAP_SCAN.
 const FULL: Release = Release(6, 7);
 
 pub(super) fn kernel(facts: &MachineFacts) -> Finding {
@@ -102,8 +102,8 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
         ),
         1 if facts.lock_holder == Fact::Denied => blocker(
             "ksmd is running already (run is 1)",
-            "a pagefold may drive it: the lock file, which tells, cannot be read",
-            "run as root, who can tell who runs it",
+            "a running pagefold may drive it, but its lock file cannot be read",
+            "run as root to see whether pagefold drives it",
         ),
         1 if virt_handler(facts).is_some() => blocker(
             "ksmd is running already (run is 1)",
@@ -177,8 +177,7 @@ fn virt_handler(facts: &MachineFacts) -> Option<i32> {
     facts.programs.known()?.iter().find(|(_, name)| name == VIRT_HANDLER).map(|(pid, _)| *pid)
 }
 
-/// The state left by a run that was killed since boot. The next run restores KSM's settings from it before anything
-/// else.
+/// The state file of a run that was killed since boot. The next run begins by restoring KSM's settings from it.
 fn killed(facts: &MachineFacts) -> Option<&FoundState> {
     facts.state.known().filter(|found| found.this_boot && !found.holder_alive && found.state.holder.is_some())
 }
@@ -197,7 +196,7 @@ pub(super) fn lock(facts: &MachineFacts) -> Finding {
         (Fact::Absent, _) => ok("no other pagefold is running"),
         (Fact::Denied, _) => note("the lock file cannot be read", "another pagefold may be running", "run as root"),
         (Fact::Malformed(what), _) => {
-            warning(format!("the lock file is unusable: {what}"), "a run must take the lock", "remove that file")
+            warning(format!("the lock file is unusable: {what}"), "pagefold run must take the lock", "remove that file")
         }
     }
 }

@@ -19,7 +19,7 @@ pub(super) fn huge_pages(facts: &MachineFacts) -> Finding {
 
 pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
     const TODO: &str = "echo 0 > /sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none";
-    let why = "the huge pages fill merged zero pages with memory again";
+    let why = "such a huge page takes memory again for the zero pages that KSM had merged";
     match (facts.huge_pages.known().map(String::as_str), &facts.max_ptes_none) {
         (Some("always"), Fact::Is(pages @ 1..)) => warning(
             format!("khugepaged makes huge pages where up to {pages} of 512 pages are empty or zero"),
@@ -37,7 +37,7 @@ pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
     }
 }
 
-/// With a limit below this, splitting large mappings leaves programs too few mappings.
+/// If `vm.max_map_count` is lower than this, splitting large mappings leaves programs too few mappings.
 const FEW_MAPS: u64 = 16_384;
 
 pub(super) fn map_count(facts: &MachineFacts) -> Finding {
