@@ -8,8 +8,8 @@ const SIZE_READS: u32 = 256;
 /// A process maps and unmaps all the time if its size shrinks this many times during these reads: some 5,000 times a
 /// second. Growing proves nothing.
 const SHRINKS: u32 = 2;
-/// We check whenever the size has changed, but only this many times. We need several checks, because a program that
-/// waits for a processor during a check maps nothing. Later checks are further apart.
+/// At first, and this many times, we check whenever the size has changed; later checks are further apart. One check
+/// isn't enough, because a program that waits for a processor meanwhile maps nothing.
 const FIRST_CHECKS: u32 = 16;
 /// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive check.
 const CHECK_NS: u64 = 1_000_000_000;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 /// for a part of that time.
 const EXTENTS_MOST: usize = 16;
 /// Per process, we remember at most `MAPPINGS_MOST` mappings that had huge pages when we marked them, and queue at most
-/// `WAITING_MOST` extents. We leave the others to khugepaged.
+/// `WAITING_MOST` extents. We leave the rest to khugepaged.
 const MAPPINGS_MOST: usize = 64;
 const WAITING_MOST: usize = 4_096;
 
@@ -28,7 +28,7 @@ impl HugeMappings {
         }
     }
 
-    /// Records that a range has been unmarked. We then collapse the parts of it that had huge pages.
+    /// Queues those parts of an unmarked range that had huge pages, so that we collapse them again.
     pub(super) fn wanted(&mut self, start: u64, end: u64) {
         for &(from, to) in &self.marked {
             let room = WAITING_MOST.saturating_sub(self.extents.len());

@@ -18,7 +18,6 @@ use pagefold_text::escape::printable;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// The rules that we judge processes by.
 #[derive(Debug)]
 pub struct ScopeRules {
     pub scope: ScopeSpec,
@@ -63,7 +62,7 @@ pub struct ProgramHistory {
     pub(crate) mechanism: Mechanism,
 }
 
-/// Judges processes by the rules.
+/// Judges processes by the rules of a run.
 pub struct Judge<'a> {
     rules: &'a mut ScopeRules,
     pub(crate) history: &'a ProgramHistory,
@@ -96,7 +95,8 @@ impl<'a> Judge<'a> {
     }
 
     /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged
-    /// it before (`is_new`), an ancestor may keep it out. Sets `info.selected_by`. May stop the process once.
+    /// the process before (`is_new`), it's kept out if an ancestor is. Sets `info.selected_by`. May stop the process
+    /// once, to ask whether it's dumpable.
     pub(crate) fn judge(
         &mut self,
         info: &mut ProcessInfo,

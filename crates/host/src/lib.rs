@@ -3,10 +3,10 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`scope`] | which processes are in scope, which of them and which mappings we exclude, trust domains |
-//! | [`judge`] | the rules of a run, and the verdict on a process by them |
+//! | [`judge`] | the rules of a run, and the verdict that they give on a process |
 //! | [`live`], [`targets`], [`regions`] | the machine behind the `Host` interface, its processes and their memory |
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
-//! | [`os`] | passed sockets, waking the main loop, namespaces |
+//! | [`os`] | sockets that systemd passes on, waking the main loop, namespaces |
 //!
 //! - To exclude something new, add a rule in [`scope::exclude`].
 //! - For a new finding of `pagefold doctor`, add the fact in [`check::facts`] and its meaning in [`check::diagnose`].

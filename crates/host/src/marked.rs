@@ -2,7 +2,7 @@
 //!
 //! A mark outlives the run that made it, and forks inherit it. So we record each program in a file before we mark it,
 //! and a later run knows whose marks to account for. It doesn't look for marks of other programs: a program that marks
-//! its own memory has chosen to, and mustn't be able to hold up merging that way.
+//! its own memory has chosen to do so, and mustn't be able to hold up merging with its marks.
 
 use pagefold_engine::keys::DomainKey;
 use std::collections::{HashMap, HashSet};
@@ -74,12 +74,12 @@ impl MarkedPrograms {
         Ok(())
     }
 
-    /// Whether there are so many programs that we should forget some.
+    /// Whether there are more than `most` programs, or more lines in the file.
     pub(crate) fn are_more_than(&self, most: usize) -> bool {
         self.domains.len() > most || self.record.as_ref().is_some_and(|record| record.lines > most)
     }
 
-    /// Forgets all programs but the `running` ones. If we can't write the file, the others stay in it.
+    /// Forgets all programs but the `running` ones. If we can't write the file, it still has the others.
     pub(crate) fn keep(&mut self, running: &HashSet<u64>, names: &[String]) {
         self.domains.retain(|image, _| running.contains(image));
         let _ = self.rewrite(names);

@@ -1,5 +1,5 @@
-//! Who maps a page that's shared through fork. Besides the members of its family these may be processes out of scope, or
-//! ones that we leave alone.
+//! Finds out whether outsiders map a page that's shared through fork: processes that we don't know as members of its
+//! family, because they're out of scope or we leave them alone.
 
 use crate::check::facts::Release;
 use pagefold_engine::host::PageState;
@@ -31,15 +31,15 @@ fn counts_each_page() -> bool {
 pub(crate) struct SharedPage {
     pub(crate) page: Vpn,
     pub(crate) frame: u64,
-    /// Where its sample is.
+    /// The index of its sample.
     pub(crate) at: usize,
     /// How many members of its family map the frame.
     pub(crate) members: u32,
 }
 
 impl SharedPage {
-    /// `None` if we can't tell how many processes map it. If `takes_averages`, we take an average in a huge page for its
-    /// count.
+    /// `None` if we can't tell how many processes map it. If `takes_averages`, the average of a huge page is good
+    /// enough.
     pub(crate) fn of(view: &PageView<'_>, at: usize, takes_averages: bool) -> Option<Self> {
         if view.compound && !takes_averages && !counts_each_page() {
             return None;
@@ -57,7 +57,7 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Counts this member's mappings of pages, which ascend.
+    /// Adds 1 to `members` of each page whose frame this member maps at the same address. The pages ascend.
     pub(crate) fn count(&self, reader: &mut PageReader, shared: &mut [SharedPage]) -> Result<(), ReadError> {
         let from = shared.partition_point(|page| page.page < self.first);
         let to = shared.partition_point(|page| page.page < self.end);

@@ -11,8 +11,8 @@ use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of};
 use std::collections::HashMap;
 
-/// If our list of mappings is older than this, nanoseconds, we read it again before we name pages. Reading it may take
-/// 1/`LIST_SHARE` of the time of one core.
+/// If our list of a process's mappings is older than this, nanoseconds, we read it again before we ask the kernel to
+/// merge the process's pages. Reading lists may take 1/`LIST_SHARE` of the time of one core.
 pub(crate) const LIST_NS: u64 = 1_000_000_000;
 const LIST_SHARE: u64 = 100;
 
@@ -23,7 +23,7 @@ pub struct Stretch {
     pub pages: Pages,
     /// Present anonymous pages.
     pub resident: Pages,
-    /// Its part of the frames of these pages, as Pss counts.
+    /// The process's part of the frames of these pages, as Pss counts.
     pub held: Pages,
     pub marked: Pages,
     /// Whether it has huge pages.
@@ -55,8 +55,8 @@ pub fn stretches(
         let goes_on = last.is_some_and(|last| last.continues(detail));
         let is_marked = detail.flags.has(*b"mg");
         match vma_exclusion(detail) {
-            // These are no reason to end a region: marks may have split a mapping into parts of which some are empty,
-            // and all pages of a marked mapping may be merged zeros.
+            // Such empty mappings don't end a region: marks may have split a mapping into parts of which some are
+            // empty, and all pages of a marked mapping may be merged zeros.
             Some(Exclusion::NothingAnonymous) if goes_on || is_marked => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
@@ -105,7 +105,7 @@ pub(crate) struct List {
     pub(crate) mapped: Vec<Mapped>,
 }
 
-/// Neighbouring mappings: first page, end, and whether we may name their pages.
+/// Neighbouring mappings: first page, end, and whether we may ask the kernel to merge their pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapped(pub(crate) u64, pub(crate) u64, pub(crate) bool);
 
@@ -115,7 +115,7 @@ impl List {
         for detail in details {
             let may_be = match vma_exclusion(detail) {
                 None => true,
-                // We don't list the mapping as excluded: it may have anonymous pages by now, and then it's a region.
+                // We don't list the mapping as excluded: it may have anonymous pages when we use the list.
                 Some(Exclusion::NothingAnonymous) => continue,
                 Some(_) => false,
             };
@@ -129,8 +129,8 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether we may name a page (`None`: we don't know the mapping), and for how many pages from this one on that
-    /// holds.
+    /// Whether we may ask the kernel to merge a page (`None`: we don't know its mapping), and for how many pages, this
+    /// one included, the answer is the same.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
         match self.mapped.get(next) {

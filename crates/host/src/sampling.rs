@@ -23,7 +23,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub(crate) struct RegionRead {
     pub(crate) region: RegionKey,
-    /// The mappings of its family, if we look for outsiders.
+    /// The mappings of the region's family, if we want to know whether others map its pages, too.
     pub(crate) family: Vec<Member>,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
@@ -50,8 +50,8 @@ pub(crate) struct SamplingJob {
     /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) hash_mode: HashMode,
-    /// Whether a huge page's average number of mappers will do for each of its pages. On request we must know, because
-    /// we'd merge outsiders' memory, too; ksmd would only merge in vain.
+    /// Whether a huge page's average number of mappers is good enough for each of its pages. When we merge on request
+    /// it isn't: we'd merge outsiders' memory, too, where ksmd would only merge in vain.
     pub(crate) takes_averages: bool,
     /// Set on machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
@@ -102,10 +102,10 @@ impl HashMode {
 pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
-    /// The regions that we got to.
+    /// The regions that we've begun to read.
     pub(crate) read: BTreeSet<RegionKey>,
     pub(crate) merged: Vec<MergedSample>,
-    /// Of the pages that we searched, the ones that are shared but not merged.
+    /// The pages that we searched and that aren't merged, but are shared through fork or map the zero page.
     others: Vec<StateSample>,
     /// The count, if we counted savings.
     pub(crate) counted: Option<Counted>,
@@ -132,8 +132,8 @@ impl Progress {
     }
 }
 
-/// Reads the pages. An error names the process whose read doesn't return. Then the reader and the pages read so far are
-/// lost.
+/// Reads the pages. The error has the pid of the process whose read doesn't return. Then the reader and the pages read
+/// so far are lost.
 pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading, (i32, Pending)> {
     let progress = Arc::new(Progress::default());
     let mut reading = PlanReading {
@@ -200,7 +200,8 @@ impl PlanReading {
         }
     }
 
-    /// Finds out which pages are mapped by their family alone. If we can't, others may map them, too.
+    /// Finds out which pages are mapped by their family alone. If we can't find out, we assume that others map them,
+    /// too.
     fn find_outsiders(&mut self, family: &[Member], shared: &mut Vec<SharedPage>) {
         shared.sort_unstable_by_key(|page| page.page);
         shared.dedup_by_key(|page| page.page);
@@ -259,7 +260,8 @@ impl PlanReading {
         }
     }
 
-    /// Counts how often each merged frame is mapped, and each process's merged zeros. `None` if we can't see frames.
+    /// Counts how many pages map each merged frame, and how many merged zeros each process has. `None` if we can't see
+    /// frames.
     fn count(&mut self, processes: &[CountedProcess], frames: &[u64]) -> Option<Counted> {
         if !self.reader.sees_frames() {
             return None;

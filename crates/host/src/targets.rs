@@ -46,9 +46,9 @@ pub struct Target {
     pub group: Option<GroupKey>,
     /// One sentence for each rule that applies to the process, or seems to apply but doesn't.
     pub notes: Vec<String>,
-    /// Why we leave the process alone, if we do. Updated with its mappings.
+    /// Why we leave the process alone, if we do.
     pub exclusion: Option<Exclusion>,
-    /// Regions, ascending.
+    /// Regions, by ascending address.
     pub regions: Vec<Tracked>,
     /// Its user and cgroup as of the last check.
     pub(crate) origin: Origin,
@@ -56,7 +56,7 @@ pub struct Target {
     pub(crate) regions_most: usize,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
-    /// Where the process had huge pages.
+    /// Where the process had huge pages before we marked its memory.
     pub(crate) huge: HugeMappings,
     /// Marks that must go.
     pub pending: Option<PendingUnmark>,
@@ -70,7 +70,7 @@ pub struct Target {
     surveys: Surveys,
     /// A read of its memory that hasn't returned in time.
     late_read: Option<Pending>,
-    /// If the late read is by [`Self::mappings_now`]: gets the mappings, and when they were read.
+    /// If [`Self::mappings_now`] started the late read: receives the mappings, and when they were read.
     listing: Option<Receiver<Result<Listed, ReadError>>>,
 }
 
@@ -107,8 +107,7 @@ impl Target {
         self.info.pid()
     }
 
-    /// A fork runs the same file. So what we've found out about the file, such as the links that have led to it, holds
-    /// for the fork.
+    /// Gives a fork what we've found out about the executable, such as the links that have led to it, if it's the same.
     pub(crate) fn share_exe(&self, child: &mut ProcessInfo) {
         if child.stat.only_forked && child.exe == self.info.exe {
             child.exe.clone_from(&self.info.exe);
@@ -131,8 +130,7 @@ impl Target {
         self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
 
-    /// Whether we may read nothing more now: a read of its memory hasn't returned yet, or has come too late a short
-    /// while ago.
+    /// Whether we mustn't begin another read now: one hasn't returned yet, or one came back late a short while ago.
     pub(crate) fn has_timed_out(&self) -> bool {
         self.late_read.as_ref().is_some_and(|pending| !pending.is_over())
             || self.surveys.running.is_some()
@@ -211,8 +209,9 @@ impl Target {
         }
     }
 
-    /// Abandons a thread that's busy with the process. This counts as a stall only once the process itself has kept the
-    /// thread waiting for long enough: others may have used up our patience, or the injector's time.
+    /// Abandons a thread that's busy with the process. This counts as a stall of the process only if the process itself
+    /// has kept the thread waiting for long enough: other processes may have used up our patience, or the injector's
+    /// time.
     pub(crate) fn leave(&self, pending: &mut Pending) {
         if !pending.waits_for_target() {
             return;
@@ -283,7 +282,7 @@ impl Target {
         }
     }
 
-    /// The process's sizes. If a thread has ended whose file we've kept open, we read them from another one.
+    /// The process's sizes. If we've kept the file of a thread open that has ended, we read another thread's.
     fn sizes_of_living(&mut self) -> Result<Sizes, ReadError> {
         match self.sizes() {
             // A zombie has no memory: its mappings read as empty and its sizes as zero.
@@ -344,7 +343,7 @@ impl Target {
             return false;
         }
         let is_marked = self.image().is_some_and(|image| history.marked.domain(image).is_some());
-        // After an exec its memory is its own.
+        // An exec leaves no inherited marks.
         !is_marked || self.info.process.stat().is_ok_and(|stat| !stat.only_forked)
     }
 
@@ -354,7 +353,7 @@ impl Target {
     }
 
     /// Leaves the process alone. Returns whether that's new. If something is marked and the reason doesn't withdraw
-    /// marks, we also keep the regions, because such a reason may pass.
+    /// marks, we also keep the regions, because such a reason may go away.
     pub(crate) fn leave_alone(&mut self, why: Exclusion) -> bool {
         let keeps_marks = self.marks.are_set && !why.withdraws_marks();
         let mut changed = self.exclusion.as_ref() != Some(&why);

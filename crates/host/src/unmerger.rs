@@ -1,8 +1,8 @@
-//! Unmerges processes without a run, and without waiting for processes that keep their memory maps locked.
+//! Unmerges processes without a run, and without waiting for processes that keep their mmap locks.
 //!
 //! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If the thread sleeps for
-//! longer than usual we leave it behind and begin the next process. So nobody can keep other processes marked by
-//! locking their own memory map.
+//! longer than usual, we leave it behind and begin with the next process. So a process that holds its own mmap lock
+//! can't keep other processes marked.
 
 use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
@@ -14,9 +14,9 @@ use std::time::Duration;
 
 /// We leave at most this many threads behind at a time.
 const LATE_MOST: usize = 64;
-/// How often we look at the threads left behind.
+/// Time between two checks of the threads left behind.
 const TICK: Duration = Duration::from_millis(5);
-/// How long the injector may take for one call. It may be busy with a process whose memory map is locked.
+/// How long the injector may take for one call. It may be busy with a process whose mmap lock is held.
 const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
 
 /// The result of unmerging a process.
@@ -25,7 +25,7 @@ pub struct UnmergedProcess {
     pub pid: i32,
     /// Safe to print.
     pub name: String,
-    /// Whether its own pid selected it.
+    /// Whether it was selected by its own pid.
     pub is_named: bool,
     pub done: Unmerged,
     /// If we couldn't unmerge it, or not completely, says why.
@@ -53,7 +53,7 @@ impl Unmerger {
         Self { injector: injector.handle(), roots, late: Vec::new() }
     }
 
-    /// Unmerges a process. Returns the ones finished since the last call.
+    /// Unmerges a process. Returns the processes finished since the last call.
     pub fn unmerge(&mut self, info: ProcessInfo) -> Vec<UnmergedProcess> {
         let mut over = self.take_over();
         while self.late.len() >= LATE_MOST && !self.is_stuck() {
@@ -102,7 +102,7 @@ impl Unmerger {
         self.late.iter_mut().all(|late| late.job.pending.is_stuck())
     }
 
-    /// Takes the processes whose threads have ended.
+    /// Removes the processes whose threads have ended from `late`, and returns them.
     fn take_over(&mut self) -> Vec<UnmergedProcess> {
         let mut over = Vec::new();
         for Late { process, job } in std::mem::take(&mut self.late) {
@@ -131,7 +131,7 @@ impl UnmergedProcess {
         self.over(Unmerged::default(), Err(error))
     }
 
-    /// Whether it ended before we unmerged it, and its own pid didn't select it.
+    /// Whether the process ended before we unmerged it, and wasn't selected by its own pid.
     pub fn is_gone(&self) -> bool {
         !self.is_named && self.failure.as_ref().is_some_and(|error| error.has_ended())
     }

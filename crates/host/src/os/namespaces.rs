@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 /// thread and the ones that it starts.
 ///
 /// # Errors
-/// We need the rights of root on the host.
+/// If we don't have root's rights on the host.
 pub fn enter_cgroups_of_init() -> io::Result<()> {
     let of_init = "/proc/1/ns/cgroup";
     if fs::read_link(of_init)? == fs::read_link("/proc/thread-self/ns/cgroup")? {

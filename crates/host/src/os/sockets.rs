@@ -13,14 +13,14 @@ use std::time::Duration;
 
 /// The first passed descriptor.
 const FIRST: RawFd = 3;
-/// Nobody passes more than this, except by mistake.
+/// We take no more than this. Whoever passes more does so by mistake.
 const SOCKETS_MOST: RawFd = 16;
 
 /// The sockets passed to this process. The first call takes them and leaves none for later calls. Call it before
 /// anything opens a file.
 ///
 /// # Errors
-/// A passed descriptor isn't a listening TCP socket.
+/// If too many descriptors were passed, or one isn't a listening TCP socket.
 pub fn take_passed() -> io::Result<Vec<TcpListener>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let number = |name| env::var(name).ok().and_then(|text| text.parse::<u32>().ok());

@@ -16,7 +16,7 @@ pub struct Sleeper {
 }
 
 impl Sleeper {
-    /// The calling thread. [`SIGNAL`] must have a handler, which need not do anything.
+    /// The calling thread. The caller must have installed a handler for [`SIGNAL`], which need not do anything.
     pub fn this_thread() -> Self {
         let pid = rustix::process::getpid().as_raw_pid();
         Self { pid, tid: rustix::thread::gettid().as_raw_pid() }

@@ -38,7 +38,7 @@ pub struct PendingUnmark {
     pub problem: Option<Arc<UnmergeError>>,
     /// Merged memory at the first try, KiB.
     pub(crate) merged_kib: Option<u64>,
-    /// Whether we've tried. New marks only wait for the first try.
+    /// Whether we've tried to remove them. We make no new marks on any process before the first try.
     pub(crate) was_tried: bool,
     pub(crate) next_ns: u64,
     pause_ns: u64,
@@ -124,7 +124,7 @@ impl Target {
         self.pending = Some(PendingUnmark::new(Exclusion::KeptOut { by }, Marks::All));
     }
 
-    /// Counts the work done for an unmerge request; `merged_kib` of the memory is still merged.
+    /// Counts the work done for a request to unmerge. `merged_kib`: how much of the memory is still merged.
     pub(crate) fn count_unmerged(&mut self, merged_kib: u64, unmarked: Pages, longest_stop_ns: u64) {
         let Some(pending) = self.pending.as_mut().filter(|pending| pending.marks == Marks::All) else { return };
         let before_kib = *pending.merged_kib.get_or_insert(merged_kib);
@@ -149,7 +149,7 @@ impl Target {
         }
     }
 
-    /// Records that a try has removed all the marks that it found. Returns whether to look again at once. If the
+    /// Records that a try has removed all the marks that it found. Returns whether to search for more at once. If the
     /// process is marked again each time, its own program does that, and the marks we made are gone. Then we stop, or
     /// unmark it again later if the memory must never be merged.
     pub(crate) fn set_unmarked(&mut self, now_ns: u64) -> bool {

@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 /// Shortest time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
-/// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes we check each less often, but still every
-/// `RECHECK_NS` as long as checks take no more than 1/`RECHECK_MOST_SHARE`.
+/// Checks may take 1/`RECHECK_SHARE` of the time: with about a hundred processes or more, we check each less often, but
+/// still every `RECHECK_NS` as long as checks take no more than 1/`RECHECK_MOST_SHARE`.
 const RECHECK_SHARE: u64 = 500;
 const RECHECK_NS: u64 = 10_000_000_000;
 const RECHECK_MOST_SHARE: u64 = 100;
@@ -64,12 +64,12 @@ struct CheckedProgram {
     cpu_ns: Option<u64>,
 }
 
-/// Our knowledge of a program's command line.
+/// The command line of a program, if we've read it.
 #[derive(Clone, Copy, Debug)]
 enum CommandLine {
-    /// We didn't look.
+    /// We haven't read it.
     Unread,
-    /// An opt-out, or none.
+    /// We've read it, and found this opt-out or none.
     Read(Option<&'static str>),
 }
 
@@ -139,7 +139,8 @@ impl Target {
         self.judge_again();
     }
 
-    /// The processes that share memory with it by fork: they run the same program, since the same exec.
+    /// The key of the processes that may share memory with this one through fork: they run the same program, since the
+    /// same exec.
     pub(crate) fn lineage(&self) -> LineageKey {
         match self.image() {
             Some(image) if image != 0 => LineageKey(image),
@@ -195,7 +196,8 @@ impl Target {
     }
 
     fn forget_program(&mut self) {
-        // The image may change without an exec, since a process can replace its auxv (PR_SET_MM). Its marks remain.
+        // The image may change without an exec, because a process can replace its auxv (PR_SET_MM). Then its marks
+        // remain.
         if !self.space().is_some_and(AddressSpace::exists) {
             self.marks = MarkRecord::default();
             self.pending = None;
@@ -238,7 +240,8 @@ impl Target {
         let is_new = self.check.program.is_none();
         let mut verdict = judge.judge(&mut info, program.dumpable, option, is_new);
         match &verdict.excluded {
-            // It may call itself something else by now, and a link that we knew it by may lead elsewhere.
+            // A denied program stays denied: it may call itself something else by now, and a link by which the deny
+            // list knew it may lead elsewhere.
             None => verdict.excluded.clone_from(&self.check.denied),
             Some(Exclusion::DenyListed { .. }) => self.check.denied.clone_from(&verdict.excluded),
             Some(_) => {}
@@ -329,7 +332,7 @@ impl Target {
                 }
             }
             None if is_new => {
-                // The survey finds the kept regions again.
+                // The survey also finds the regions that we've kept.
                 self.exclusion = None;
                 self.invalidate();
                 self.pending = self.pending.take().filter(|pending| pending.reason == Exclusion::OtherProgram);
@@ -340,7 +343,7 @@ impl Target {
         is_new
     }
 
-    /// The overridden opt-outs of the process, each once.
+    /// The overridden opt-outs that we haven't reported yet.
     pub(crate) fn take_overridden(&mut self) -> Vec<OptOut> {
         std::mem::take(&mut self.check.unreported)
     }

@@ -32,12 +32,13 @@ const RSS_CHANGE_PAGES: u64 = 256;
 const CHANGE_SHARE: u64 = 100;
 /// Surveys for newly locked memory, which may be a secret, may take 1/`LOCK_SHARE` of the time.
 const LOCK_SHARE: u64 = 10;
-/// A survey that takes this long keeps threads of the process from mapping memory for as long, nanoseconds. Then small
-/// changes wait for the smaller share of surveys for changed flags.
+/// While we survey a process, its threads can't map memory. If a survey took this long, nanoseconds, surveys after
+/// small changes may only take 1/`FLAGS_SHARE` of the time.
 pub(super) const LONG_NS: u64 = 20_000_000;
-/// The share of surveys if only the number of resident pages has changed a little, or we leave the process alone.
+/// If only the number of resident pages has changed a little, or we leave the process alone, surveys may take
+/// 1/`DRIFT_SHARE` of the time.
 const DRIFT_SHARE: u64 = 3_333;
-/// The share of checks of the list of mappings.
+/// Checks of the list of mappings may take 1/`MAPS_SHARE` of the time.
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
@@ -67,7 +68,7 @@ pub(super) struct Surveys {
     pub(super) merged: u64,
     /// Whether the process has locked or unlocked memory since the last survey, or made marked memory secret.
     pub(super) are_locks_new: bool,
-    /// At some time since the last survey, the address space was smaller by this many pages.
+    /// By how many pages the address space has shrunk since the last survey, at most. It may have grown again.
     dipped: u64,
     /// A survey that hasn't ended yet.
     pub(super) running: Option<RunningSurvey>,
@@ -128,7 +129,7 @@ impl Listing {
 }
 
 impl LastSurvey {
-    /// Whether the next survey may take its share of the time now: the less has changed, the smaller the share.
+    /// Whether the next survey is due: the less has changed, the smaller the share of the time that surveys may take.
     fn is_due(&self, now_ns: u64, processes: u64, sizes: &Sizes, target: &Target) -> bool {
         let before = self.start.sizes;
         // Merging changes the process's part of the frames.
@@ -193,7 +194,7 @@ impl Target {
         let cpu_ns = process_cpu_ns(self.info.pid());
         let start = SurveyStart { at_ns: now_ns, cpu_ns, sizes, merged: self.surveys.merged };
         let process = self.info.process.clone();
-        // Surveying a large process takes long. We adopt the result later.
+        // Surveying a large process takes long. Then we adopt the result at a later refresh.
         match Job::start(move || Listing::of(&process)).wait(PATIENCE) {
             Ok(listing) => self.adopt_survey(listing, start, new_key),
             Err(job) => self.keep_surveying(job, start).map(|()| false),
@@ -266,7 +267,7 @@ impl Target {
         Ok(last.is_due(now_ns, processes, sizes, self))
     }
 
-    /// Checks the list of mappings.
+    /// Checks whether the list of mappings has changed.
     fn check_maps(&mut self, now_ns: u64, processes: u64) -> Result<(), ReadError> {
         let (maps, spent_ns) = self.read(|process| {
             let before_ns = thread_cpu_ns();
@@ -329,7 +330,8 @@ impl Target {
         Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
     }
 
-    /// Leaves a process alone. None of its marks may stay, because we don't know its mappings, or don't keep them.
+    /// Leaves a process alone, and has the marks on its mappings removed, because we don't know its mappings, or don't
+    /// keep them.
     fn leave_unmarked(&mut self, why: Exclusion, former: Option<Exclusion>) -> bool {
         if self.marks.are_set {
             self.request_unmark(why.clone(), Marks::Mappings);
@@ -363,7 +365,7 @@ impl Target {
         self.surveys.are_locks_new = true;
     }
 
-    /// The mappings that the last survey found. You can take them once.
+    /// The mappings that the last survey found. A second call returns nothing.
     pub(crate) fn take_list(&mut self) -> Option<List> {
         self.surveys.list.take()
     }
