@@ -67,7 +67,7 @@ pub struct Judge<'a> {
     rules: &'a mut ScopeRules,
     pub(crate) history: &'a ProgramHistory,
     selection: Selection,
-    /// Facts about cgroups, by the text of `/proc/PID/cgroup`.
+    /// Facts about cgroups, each read once, by the text of `/proc/PID/cgroup`.
     cgroups: HashMap<Option<Vec<u8>>, Arc<CgroupInfo>>,
 }
 
@@ -122,7 +122,7 @@ impl<'a> Judge<'a> {
         } else if let Some(other_domain) = rules.domains.excludes(domain, rules.merged) {
             Some(other_domain)
         } else {
-            // We ask this last, because it may stop the process.
+            // These rules come last, because asking for the dumpable attribute may stop the process.
             exclusion_of(info, dumpable, self.history.mechanism, &rules.deny)
         };
         let group = first_match(&rules.groups, info, "the limits of", &mut notes);

@@ -94,22 +94,22 @@ pub enum LiveError {
 pub enum Event {
     /// We leave a process alone.
     LeftAlone { pid: i32, name: String, why: String },
-    /// We tried to unmark memory because it's excluded now, or because its process is in another trust domain.
+    /// We tried to unmark memory that's excluded now, or whose process is in another trust domain.
     Withdrawn {
         pid: i32,
-        /// The span, and the result.
+        /// The span that we tried to unmark, and how many of its pages we did unmark.
         result: ChangeResult,
         reason: String,
     },
     /// A process's owner has opted out, but the administrator has overridden that, so we don't leave the process alone.
     Overridden {
         pid: i32,
-        /// How its owner has opted out.
+        /// How the process's owner has opted out.
         opt_out: String,
     },
     /// The injector had ended, and we started it again.
     InjectorRestarted { pid: u32 },
-    /// We've stopped driving KSM.
+    /// We've stopped driving KSM, because somebody else does, or after an error.
     StoodDown { why: String },
 }
 
@@ -304,7 +304,7 @@ impl LiveHost {
         self.discovery.new_processes.turned_away()
     }
 
-    /// The name of the trust domain that we merge, if it's only one.
+    /// The name of the trust domain that we merge, if we merge only one.
     pub fn merged_domain(&self) -> Option<&String> {
         self.rules.domains.name(self.rules.merged?)
     }

@@ -38,7 +38,8 @@ impl MarkedPrograms {
         let mut domains = HashMap::new();
         let mut lines = 0;
         for line in text.split(|&byte| byte == b'\n') {
-            // The last line may be incomplete. Then its program wasn't marked.
+            // The last line may be incomplete, if we were killed while we wrote it. Then we hadn't marked the program
+            // yet.
             if let Ok((image, name)) = serde_json::from_slice::<(u64, String)>(line) {
                 domains.insert(image, key_of(&name));
                 lines += 1;
@@ -66,7 +67,7 @@ impl MarkedPrograms {
             return Ok(());
         }
         if let Some(record) = &mut self.record {
-            // The line before may be incomplete.
+            // We begin a new line, because the last one may be incomplete.
             record.file.write_all(format!("\n{}\n", line(image, name)).as_bytes())?;
             record.lines += 1;
         }

@@ -12,7 +12,8 @@ use std::sync::{Arc, OnceLock};
 /// We read a page map across gaps up to this length: at 33 ns a page that's cheaper than another call.
 const BRIDGE_PAGES: u64 = 20;
 
-/// Whether a page in this state may be shared through fork. Linux 6.12 calls such pages merged.
+/// Whether a page in this state may be shared through fork. On Linux 6.12 it may seem merged, because kpageflags shows
+/// the KSM flag on every anonymous page.
 pub(crate) fn may_be_forked(state: PageState) -> bool {
     state == PageState::Shared || state == PageState::Merged && !shows_merged()
 }
@@ -31,9 +32,9 @@ fn counts_each_page() -> bool {
 pub(crate) struct SharedPage {
     pub(crate) page: Vpn,
     pub(crate) frame: u64,
-    /// The index of its sample.
+    /// The index of the page's sample.
     pub(crate) at: usize,
-    /// How many members of its family map the frame.
+    /// How many members of the page's family map the frame.
     pub(crate) members: u32,
 }
 

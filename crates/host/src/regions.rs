@@ -26,7 +26,7 @@ pub struct Stretch {
     /// The process's part of the frames of these pages, as Pss counts.
     pub held: Pages,
     pub marked: Pages,
-    /// Whether it has huge pages.
+    /// Whether some of the pages are in huge pages.
     pub huge: bool,
     pub kind: RegionKind,
     /// Regions that are likely copies of each other have the same family.

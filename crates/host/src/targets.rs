@@ -40,9 +40,9 @@ pub struct Target {
     pub info: ProcessInfo,
     /// The process's key in the engine.
     pub owner: OwnerKey,
-    /// Its trust domain. It doesn't change while memory is marked.
+    /// The trust domain, which doesn't change while memory of the process is marked.
     pub domain: DomainKey,
-    /// The group whose limits it shares.
+    /// The group whose limits apply to the process.
     pub group: Option<GroupKey>,
     /// One sentence for each rule that applies to the process, or seems to apply but doesn't.
     pub notes: Vec<String>,
@@ -50,7 +50,7 @@ pub struct Target {
     pub exclusion: Option<Exclusion>,
     /// Regions, by ascending address.
     pub regions: Vec<Tracked>,
-    /// Its user and cgroup as of the last check.
+    /// The user and the cgroup of the process, as of the last check.
     pub(crate) origin: Origin,
     /// We leave the process alone if it has more regions than this.
     pub(crate) regions_most: usize,
@@ -61,14 +61,14 @@ pub struct Target {
     /// Marks that must go.
     pub pending: Option<PendingUnmark>,
     pub(crate) request: UnmergeRequest,
-    /// When it came into scope, if that was after the run began, nanoseconds.
+    /// When the process came into scope, nanoseconds. `None` if it was in scope when the run began.
     pub(crate) appeared_ns: Option<u64>,
     /// Whether we don't survey the process yet, because similar processes died young.
     pub on_probation: bool,
     check: LastCheck,
     marks: MarkRecord,
     surveys: Surveys,
-    /// A read of its memory that hasn't returned in time.
+    /// A read of the process's memory that hasn't returned in time.
     late_read: Option<Pending>,
     /// If [`Self::mappings_now`] started the late read: receives the mappings, and when they were read.
     listing: Option<Receiver<Result<Listed, ReadError>>>,
@@ -114,18 +114,18 @@ impl Target {
         }
     }
 
-    /// Whether a span covers its whole region as of the last survey.
+    /// Whether a span covers the whole of its region, as of the last survey.
     pub(crate) fn is_whole(&self, span: &Span) -> bool {
         let region = self.regions.iter().find(|tracked| tracked.key == span.region);
         region.is_some_and(|tracked| tracked.stretch.first == span.first && tracked.stretch.pages == span.pages)
     }
 
-    /// Whether we know its mappings, or know that we leave it alone.
+    /// Whether we know the process's mappings, or know that we leave the process alone.
     pub fn is_known(&self) -> bool {
         self.surveys.are_known || self.exclusion.is_some()
     }
 
-    /// Whether it's a target only to be listed: it matches by name only, or has left the scope.
+    /// Whether we only list the process, because it matches by name only, or has left the scope.
     pub(crate) fn is_stranger(&self) -> bool {
         self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
@@ -137,19 +137,19 @@ impl Target {
             || READS.is_in_force(&self.info.process)
     }
 
-    /// Whether a read of its memory makes no progress, or earlier reads have stalled again and again.
+    /// Whether a read of the process's memory makes no progress, or earlier reads have stalled again and again.
     pub(crate) fn is_blocked(&mut self) -> bool {
         let survey = self.surveys.running.as_mut().map(|survey| &mut survey.job.pending);
         self.late_read.iter_mut().chain(survey).any(Pending::is_stuck) || READS.pause(&self.info.process) > LIMIT
     }
 
-    /// Whether we may read its memory now. A verdict from before an exec doesn't count.
+    /// Whether we may read the process's memory now. A verdict from before an exec doesn't count.
     pub(crate) fn may_be_read(&self) -> bool {
         !self.has_timed_out() && !self.is_excluded() && self.exclusion.is_none() && !self.runs_another_program()
     }
 
-    /// Whether we may look up which of its pages are merged. That reads no contents, so we also do it while we leave the
-    /// process alone but keep its marks, unless reads of it fail.
+    /// Whether we may look up which of the process's pages are merged. That reads no contents, so we also do it while
+    /// we leave the process alone but keep its marks, unless reads of it fail.
     pub(crate) fn may_be_counted(&self) -> bool {
         let is_kept = match &self.exclusion {
             None => !self.is_excluded(),
@@ -159,7 +159,7 @@ impl Target {
         is_kept && !self.has_timed_out() && !self.runs_another_program()
     }
 
-    /// Records that a read of its memory hasn't returned in time.
+    /// Records that a read of the process's memory hasn't returned in time.
     pub(crate) fn set_timed_out(&mut self, mut pending: Pending) {
         debug!(target: "read", pid = self.pid(), "a read does not return; its thread is left behind");
         self.leave(&mut pending);
@@ -367,7 +367,7 @@ impl Target {
         changed
     }
 
-    /// Forgets what we know about its memory.
+    /// Forgets the process's mappings and regions, and why we left its memory alone.
     fn forget_memory(&mut self) {
         self.exclusion = None;
         self.regions.clear();

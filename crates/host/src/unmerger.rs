@@ -25,10 +25,10 @@ pub struct UnmergedProcess {
     pub pid: i32,
     /// Safe to print.
     pub name: String,
-    /// Whether it was selected by its own pid.
+    /// Whether the process was selected by its own pid.
     pub is_named: bool,
     pub done: Unmerged,
-    /// If we couldn't unmerge it, or not completely, says why.
+    /// If we couldn't unmerge all memory of the process, says why.
     pub failure: Option<Arc<UnmergeError>>,
 }
 

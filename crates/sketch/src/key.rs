@@ -98,7 +98,7 @@ impl fmt::Debug for KeyId {
 }
 
 impl KeyId {
-    /// Parses its printed form.
+    /// Parses an ID that we've printed.
     pub fn parse(text: &str) -> Option<Self> {
         let id = Self(from_hex(text)?);
         if id.to_string() == text { Some(id) } else { None }

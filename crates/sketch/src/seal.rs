@@ -40,7 +40,7 @@ const KEY_CHECKSUM: &str = "pagefold.checksum";
 
 /// The entries of a file's metadata, made by `entry`, with the checksum.
 pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec<T> {
-    // Last, because we look for it near the end of the file.
+    // The checksum comes last, because we search for it near the end of the file.
     let checksum = (KEY_CHECKSUM, blank());
     own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
 }

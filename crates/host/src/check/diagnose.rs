@@ -29,9 +29,9 @@ pub struct Finding {
     /// Stable identifier; empty until [`Finding::called`].
     pub id: &'static str,
     pub severity: Severity,
-    /// The state found.
+    /// The state that we found.
     pub what: String,
-    /// Why it matters. Empty for [`Severity::Ok`].
+    /// Why this state matters. Empty for [`Severity::Ok`].
     pub why: String,
     /// What to do. Empty for [`Severity::Ok`].
     pub todo: String,

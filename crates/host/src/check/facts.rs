@@ -98,9 +98,9 @@ pub enum Cgroups {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundState {
     pub state: State,
-    /// Whether it was written after the last boot.
+    /// Whether the file was written after the last boot.
     pub this_boot: bool,
-    /// Whether the process that wrote it is still running.
+    /// Whether the process that wrote the file is still running.
     pub holder_alive: bool,
 }
 
@@ -134,7 +134,7 @@ pub struct MachineFacts {
     pub release: Fact<Release>,
     pub release_text: String,
     pub ksm: Fact<(Knobs, KsmCounters)>,
-    /// Whether the kernel itself or its module merges on request.
+    /// Whether merging on request (/dev/ksm) is by the kernel itself or by its module.
     pub request: Fact<Carrier>,
     /// Whether the module that merges on request is installed for this kernel.
     pub request_module: Fact<()>,

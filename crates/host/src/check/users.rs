@@ -28,7 +28,8 @@ pub struct KsmUser {
     pub name: String,
     pub merged_bytes: u64,
     pub metadata_bytes: u64,
-    /// Whether all of its memory is marked: the process, its parent or its service manager has asked for that.
+    /// Whether the process's memory is marked as a whole, because the process, its parent or its service manager has
+    /// asked the kernel for that.
     #[serde(skip)]
     pub is_marked_by_itself: bool,
 }

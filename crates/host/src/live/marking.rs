@@ -1,4 +1,5 @@
-//! Marking and unmarking spans of targets.
+//! Marking and unmarking spans of memory, so that ksmd merges it or no longer does: we make the targets call madvise(2)
+//! with MADV_MERGEABLE or MADV_UNMERGEABLE.
 
 use super::LiveHost;
 use super::machine::elapsed_ns;
@@ -69,7 +70,7 @@ impl SlowOrigins {
 struct CallBatch {
     /// The program that we judged.
     program: Option<ProgramId>,
-    /// How much one call may unmark. `None`: we mark.
+    /// How much memory one call may unmark. `None` if the calls mark memory.
     unmark_step: Option<Bytes>,
     calls: Vec<Call>,
     /// For each call, the part of a change that it makes.
@@ -84,7 +85,7 @@ struct CallBatch {
 
 #[derive(Clone, Copy, Debug)]
 struct Part {
-    /// Index of the change that it belongs to.
+    /// The index of the change that this part belongs to.
     change: usize,
     pages: Pages,
 }
@@ -138,7 +139,7 @@ impl CallBatch {
         true
     }
 
-    /// Makes the calls. Unmarking runs in a thread that we may leave behind.
+    /// Makes the process call madvise. Unmarking runs in a thread that we may leave behind.
     fn run(&self, target: &Target, injector: &mut Injector, roots: &Roots, changes: &Changes<'_>) -> CallsRun {
         let Some(program) = self.program else { return Err(InjectError::OtherProgram { pid: target.pid() }.into()) };
         if changes.mark {
@@ -409,7 +410,7 @@ impl LiveHost {
     }
 }
 
-/// The result of a change if one of its calls fails.
+/// The result of a change that needs several calls, if one of them fails with this error.
 fn marking_after(error: Errno, mark: bool) -> Marking {
     match error {
         // The kernel can't split a mapping, because vm.max_map_count is low, or part of the range isn't mapped any
@@ -435,7 +436,7 @@ fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>
     changes.mark && stat.mergeable != Some(false)
 }
 
-/// Whether a range is mapped, and all of it is marked or, if not `marked`, unmarked.
+/// Whether all of a range is mapped, and marked or (if not `marked`) not marked.
 fn is_in_state(details: &[VmaDetail], start: u64, end: u64, marked: bool) -> bool {
     let mut from = start;
     for detail in details {

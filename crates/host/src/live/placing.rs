@@ -1,4 +1,4 @@
-//! Memory nodes as the engine sees them, and moving merged frames between them.
+//! The NUMA nodes as the engine sees them, and moving merged frames between nodes.
 
 use super::LiveHost;
 use crate::targets::Target;
@@ -35,7 +35,7 @@ impl Policies {
     }
 }
 
-/// The nodes, and where the targets run, on machines with several nodes.
+/// The NUMA nodes, and where the targets run, on machines with several nodes.
 #[derive(Debug, Default)]
 pub(super) struct Placing {
     pub(super) topology: Option<Arc<Topology>>,

@@ -52,7 +52,7 @@ struct Late {
     pids: Vec<i32>,
 }
 
-/// Whether a job is in a call to the kernel, whether it may make another one, and whether it has made any.
+/// Whether a job is in a call to the kernel, whether it may make more calls, and whether it has made any.
 #[derive(Debug, Default)]
 struct Turn {
     state: AtomicU8,

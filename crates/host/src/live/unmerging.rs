@@ -43,7 +43,7 @@ pub enum RequestRefusal {
 #[derive(Debug)]
 pub struct Unmerging {
     spec: ScopeSpec,
-    /// The user who asked for it.
+    /// The user who made the request.
     by: u32,
     began_ns: u64,
     passes: u32,
@@ -66,7 +66,7 @@ enum State {
     Done(Unmerged),
     /// We're unmerging the process, or haven't tried yet.
     UnderWay(Unmerged),
-    /// Our last try to unmerge it has failed, or makes no progress.
+    /// Our last try to unmerge the process has failed, or makes no progress.
     Failed(Unmerged, Arc<UnmergeError>),
 }
 

@@ -22,7 +22,7 @@ pub enum Exclusion {
     KernelThread,
     /// Ended but not reaped.
     Zombie,
-    /// It has set itself not dumpable, or changed its user.
+    /// The process isn't dumpable: it has chosen so, or has changed its user.
     NotDumpable,
     /// Only the process itself can tell whether it's dumpable, and we can't ask it now.
     DumpableUnknown,
@@ -31,54 +31,52 @@ pub enum Exclusion {
         /// Thread ID of the tracer.
         by: i32,
     },
-    /// Its program is on the deny list.
+    /// The program is on the deny list.
     DenyListed {
         entry: String,
     },
-    /// Its owner has opted out.
+    /// The owner of the process has opted out.
     OptedOut(OptOut),
-    /// An administrator has unmerged it while pagefold was running, and has not included it again.
+    /// An administrator has unmerged the process while pagefold was running, and hasn't included it again.
     KeptOut {
-        /// The user who asked for it.
+        /// The user ID of this administrator.
         by: u32,
     },
-    /// A selector names its executable, which users other than root could change.
+    /// A selector names the executable, which users other than root could change.
     Untrusted(Distrust),
-    /// It has left the scope: it has changed its user, executable or cgroup.
+    /// The process has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
-    /// It has moved to another trust domain, and we haven't removed all marks from its time in the old one yet.
+    /// The process has moved to another trust domain, and we haven't yet removed all marks that we made in the old one.
     MovedDomain {
         to: String,
     },
-    /// It's in a trust domain other than the one that ksmd merges.
+    /// The process is in a trust domain other than the one that ksmd merges.
     OtherDomain {
         own: String,
         merged: String,
     },
-    /// There are too many trust domains for it to have one.
+    /// There are too many trust domains to assign one to the process.
     NoDomain,
-    /// It executed another program while we were marking it.
+    /// The process executed another program while we were marking its memory.
     OtherProgram,
-    /// The kernel denies reading it.
+    /// The kernel doesn't let us read the process.
     NotReadable,
-    /// It holds its mmap lock, so our reads of it don't return.
+    /// The process holds its mmap lock, so our reads of it don't return.
     Stuck,
-    /// Its address space is another process's, too (CLONE_VM), and we count it there.
+    /// The process shares its address space with another one (CLONE_VM), and we count the memory there.
     SameMemory {
         with: i32,
     },
-    /// It runs 32-bit code, which we can't mark, and hasn't marked itself.
+    /// The process runs a 32-bit program, which we can't mark from outside, and hasn't marked all its memory itself.
     Bits32,
-    /// It has more mappings that KSM could merge than we consider. The limit bounds the memory that reading mappings
-    /// takes.
+    /// The process has too many mappings that KSM could merge: reading them would take too much memory.
     TooManyMappings {
         /// How many mappings we consider at most.
         most: usize,
     },
-    /// Together with other processes, or with others of its user or cgroup, it has more mappings than we can keep track
-    /// of.
+    /// All processes together, or all of one user or cgroup, have more regions than we can keep track of.
     TooManyInAll,
-    /// It maps and unmaps memory all the time, and reading it would slow it down.
+    /// The process maps and unmaps memory all the time, and our reads would slow it down.
     Restless,
     /// Shared memory or a shared file mapping.
     Shared,
@@ -282,7 +280,7 @@ pub(crate) struct OptOuts {
 /// Judges the opt-outs by the cgroups of a process and by the option on its command line.
 pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, deny: &DenyList) -> OptOuts {
     if let Some(cgroup) = &info.cgroups.unreadable {
-        // We don't know its limits and its domain either, so nobody can override this.
+        // We can't read the cgroup's limits and trust domain either, so nobody can override this.
         let unknown = OptOut::Unknown { cgroup: cgroup.clone() };
         return OptOuts { excluding: Some(unknown), overridden: Vec::new() };
     }
@@ -323,7 +321,7 @@ pub(crate) fn exclusion_of(
     }
     // We ask last, because asking stops the process.
     let answer = match dumpable {
-        // It has marked itself, so ksmd merges it whatever we do.
+        // The process has marked its memory itself, so ksmd merges it whatever we do.
         Dumpable::Unknown if info.is_32_bit => Dumpable::Yes,
         Dumpable::Unknown => ask_inside(info),
         known => known,

@@ -42,24 +42,25 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 pub struct Exe {
     path: PathBuf,
     file: Option<Found>,
-    /// If the file was removed: the place of its mount ([`place_of`]) as the process itself sees it.
+    /// If the file was removed: where it's mounted ([`place_of`]), as the process itself sees it.
     place: Option<Vec<u8>>,
     /// We check it once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
-    /// Paths that have led to it so far: a link may be switched to another version while this one runs.
+    /// Paths that have led to this file so far: a link may be switched to another version while this one runs.
     led_here: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Error)]
 pub enum Distrust {
-    /// Replaced or removed since it was started, and users other than root could change it, or it was on another mount.
+    /// The file has been replaced or removed since it was started, and users other than root could change it, or it was
+    /// on another mount.
     #[error("has been replaced or removed since it was started, and may not have been root's")]
     Deleted,
     /// The path leads to another file, for example in a container.
     #[error("is not the file of that path on this machine (it may be in a container)")]
     Elsewhere,
-    /// Users other than root can change it or a directory above it.
+    /// Users other than root can change the file or a directory above it.
     #[error("can be changed by users other than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
     Writable { path: PathBuf, uid: u32, mode: u32 },
     /// The path is that of a link, which leads to another file of this name.

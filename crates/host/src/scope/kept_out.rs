@@ -30,9 +30,9 @@ pub enum KeptOutError {
 /// What an entry does with a process that it matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// We keep it out, because this user asked for it.
+    /// We keep the process out of merging, because this user asked us to.
     Out { by: u32 },
-    /// We may merge it, although an earlier entry keeps it out.
+    /// We may merge the process, although an earlier entry keeps it out.
     In,
 }
 

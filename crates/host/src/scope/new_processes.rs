@@ -94,7 +94,7 @@ impl NewProcesses {
         self.turned_away.insert(pid);
     }
 
-    /// How many processes in scope were too many, as far as we've examined them.
+    /// How many processes in scope our caller has turned away, as far as we've examined them.
     pub fn turned_away(&self) -> usize {
         self.turned_away.len()
     }
@@ -134,7 +134,7 @@ impl NewProcesses {
         })?;
         self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
-        // A full pass finds them again if they're still in scope.
+        // A full pass finds processes that are still in scope again, and our caller decides again.
         self.turned_away.retain(|pid| !full && outside.contains_key(pid));
         self.outside = outside;
         self.last_pid = last_pid;

@@ -50,7 +50,7 @@ const GUESTS: &str = "/qemu.slice/";
 /// How the owner of a process has excluded it from merging. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum OptOut {
-    /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
+    /// The process's cgroup, or one above, has the attribute `user.pagefold.avoid`.
     Attribute { cgroup: String },
     Unit {
         unit: String,
@@ -62,10 +62,10 @@ pub enum OptOut {
         /// The file that says so.
         file: PathBuf,
     },
-    /// Its command line says so: it runs QEMU.
+    /// The process runs QEMU, with such an option on its command line.
     CommandLine {
         option: &'static str,
-        /// The name of the virtual machine, by its cgroup.
+        /// The name of the virtual machine, taken from the cgroup.
         guest: Option<String>,
     },
     /// We can't read the files that could say so: their file system doesn't answer, for example, or there are too many.

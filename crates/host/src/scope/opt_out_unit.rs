@@ -169,7 +169,7 @@ struct NotReadable;
 
 struct Unit<'a> {
     name: &'a str,
-    /// Directories where its files may be, as paths on this machine.
+    /// Directories where the unit's files may be, as paths on this machine.
     directories: Vec<PathBuf>,
     /// The user's folders among them, below `root`.
     folders: Vec<PathBuf>,

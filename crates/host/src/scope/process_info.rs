@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// A process and everything that selects or excludes it.
 #[derive(Clone, Debug)]
 pub struct ProcessInfo {
-    /// Its pid, its start time, and a descriptor that we read it through.
+    /// The pid, the start time, and a descriptor through which we read the process.
     pub process: Arc<Process>,
     pub stat: Stat,
     pub status: Status,
@@ -35,8 +35,8 @@ pub struct ProcessInfo {
     pub selected_by: Option<usize>,
     /// Why that selector doesn't count: it matches by a name that any user can choose.
     pub distrust: Option<Distrust>,
-    /// Whether it's running a 32-bit program. We can't mark such a program from outside, so it needs `pagefold exec`
-    /// unless all its memory is marked already. We read these separately.
+    /// Whether the process is running a 32-bit program. We can't mark such a program from outside, so it needs
+    /// `pagefold exec` unless all its memory is marked already. We read these separately.
     pub(crate) is_32_bit: bool,
     pub(crate) needs_exec: bool,
 }
@@ -51,7 +51,7 @@ pub struct CgroupInfo {
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// Its cgroup in each hierarchy. In place of a very deep one, the ancestor down to which we read.
+    /// The cgroup in each hierarchy. In place of a very deep one, the ancestor down to which we read.
     pub(super) all: Vec<Cgroup>,
     /// A cgroup that's too deep, or that we can't read, so it may have opted out. We leave the process alone.
     pub(crate) unreadable: Option<String>,
@@ -72,7 +72,7 @@ impl CgroupInfo {
 }
 
 impl ProcessInfo {
-    /// Reads everything but its cgroups. May block on the process.
+    /// Reads all facts about a process but its cgroups. May block on the process.
     pub fn of(process: &Arc<Process>) -> Result<Self, ReadError> {
         Self::with_stat(process, process.stat()?)
     }
@@ -99,7 +99,7 @@ impl ProcessInfo {
         })
     }
 
-    /// Finds out whether it's running a 32-bit program. May block on the process.
+    /// Finds out whether the process is running a 32-bit program. May block on the process.
     pub(crate) fn read_width(&mut self) -> Result<(), ReadError> {
         self.is_32_bit = is_32_bit(&self.process, "auxv");
         self.needs_exec = self.is_32_bit && !KsmStat::of(&self.process)?.merge_any;
@@ -114,33 +114,33 @@ impl ProcessInfo {
         self.status.effective_uid()
     }
 
-    /// Whether it's selected by its own pid.
+    /// Whether the process is selected by its own pid.
     pub fn is_named(&self) -> bool {
         self.by_pid == Some(self.pid())
     }
 
-    /// The workload that its cgroups belong to.
+    /// The workload that the process's cgroups belong to.
     pub fn workload(&self) -> Option<Workload> {
         workload_of_cgroups(&self.cgroups.all)
     }
 
-    /// Its workload, or the name of its program if it belongs to none.
+    /// The process's workload, or the name of its program if it belongs to none.
     pub fn workload_or_name(&self) -> String {
         self.workload().map_or_else(|| self.name.clone(), |workload| workload.to_string())
     }
 
-    /// The path of its executable, safe to print.
+    /// The path of the executable, safe to print.
     pub(super) fn exe_text(&self) -> String {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
     }
 
-    /// The names that the deny list knows its program by: the executable's, and the command name, which is that of the
+    /// The names by which the deny list knows the program: the executable's, and the command name, which is that of the
     /// link by which it was started.
     pub(super) fn names(&self) -> [Vec<u8>; 2] {
         [self.program(), self.stat.comm.clone()]
     }
 
-    /// How its program matches a name or a path: `Yes` only if root alone can have given it.
+    /// How the program matches a name or a path: `Yes` only if root alone can have given it.
     pub(super) fn matches(&self, name: &[u8]) -> Matching {
         let Some(exe) = &self.exe else { return Matching::No };
         match std::str::from_utf8(name) {
@@ -154,7 +154,7 @@ impl ProcessInfo {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }
 
-    /// The name by which `--allow` lets its program in, quoted for a shell. `None` if users other than root could give
+    /// The name by which `--allow` lets the program in, quoted for a shell. `None` if users other than root could give
     /// a program this name, if the name is denied, or if it has special characters.
     pub fn allowed_as(&self, deny: &DenyList) -> Option<String> {
         let name = String::from_utf8(self.program()).ok()?;
@@ -163,7 +163,7 @@ impl ProcessInfo {
         (is_plain && !is_denied && self.is_trusted()).then(|| shell_word(&name))
     }
 
-    /// Whether root alone can change its executable, and so its program's name.
+    /// Whether root alone can change the executable, and so the program's name.
     pub(super) fn is_trusted(&self) -> bool {
         self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
     }

@@ -79,10 +79,10 @@ impl Selector {
         }
     }
 
-    /// The selector with its user looked up. The cgroup of a selector need not exist.
+    /// Looks up the user of a selector, and parses the path of a cgroup, which need not exist.
     ///
     /// # Errors
-    /// There is no such user, or the path leads out of the cgroup mount.
+    /// If there is no such user, or the path leads out of the cgroup mount.
     pub fn resolve(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
         Ok(match self {
             Self::Pid(pid) => Matcher::Pid(*pid),

@@ -155,7 +155,7 @@ impl Label<'_> {
         Workload { kind: self.kind, name: printable(name.as_bytes()) }
     }
 
-    /// The name that a container or pod has besides its identifier.
+    /// The name that the engine has given a container or pod with this identifier.
     fn engines_name(&self) -> Option<String> {
         match self.kind {
             WorkloadKind::Container if is_id(&self.name) => EngineNames::here().container(&self.name),

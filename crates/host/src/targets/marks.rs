@@ -1,4 +1,4 @@
-//! The marks on a target's memory: whether there are any, and which must go.
+//! The marks on a target's memory (madvise with MADV_MERGEABLE): whether there are any, and which must go.
 
 use super::Target;
 use crate::judge::ProgramHistory;
@@ -23,7 +23,7 @@ pub enum Marks {
     Excluded,
     /// Marks on all mappings, unless the process is marked as a whole.
     Mappings,
-    /// All marks, whoever set them, because somebody has asked for it.
+    /// All marks, whoever set them, because somebody has asked us to unmerge the process.
     All,
 }
 
@@ -34,7 +34,7 @@ pub struct PendingUnmark {
     pub marks: Marks,
     /// Address space still marked at the last try.
     pub left: Bytes,
-    /// Why the last try failed, if one did.
+    /// Why the last try to remove them failed, if it did.
     pub problem: Option<Arc<UnmergeError>>,
     /// Merged memory at the first try, KiB.
     pub(crate) merged_kib: Option<u64>,
@@ -42,7 +42,7 @@ pub struct PendingUnmark {
     pub(crate) was_tried: bool,
     pub(crate) next_ns: u64,
     pause_ns: u64,
-    /// How many tries in a row have removed all the marks that they found.
+    /// How many tries in a row have removed all marks that they found.
     passes: u32,
 }
 
@@ -71,7 +71,7 @@ impl PendingUnmark {
 /// Marks that we've set, found and removed.
 #[derive(Debug, Default)]
 pub(super) struct MarkRecord {
-    /// Whether this run, or an earlier one, has marked some of its memory, or of its parent's before the fork.
+    /// Whether this run, or an earlier one, has marked some memory of the process, or of its parent before the fork.
     pub(super) are_set: bool,
     /// Whether we've removed all marks since.
     pub(super) are_cleared: bool,
@@ -99,7 +99,7 @@ impl Target {
         self.check.expire();
     }
 
-    /// Whether it has marked memory, and the merged trust domain isn't its own, or wasn't its own when we marked it.
+    /// Whether the process has marked memory, and isn't in the merged trust domain now, or wasn't when we marked it.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }

@@ -53,10 +53,11 @@ pub(super) struct LastCheck {
 #[derive(Debug)]
 struct CheckedProgram {
     image: u64,
-    /// Its address space, unless we must not read the process. After an exec it's gone.
+    /// The address space of the process, unless we must not read the process. After an exec, this address space is
+    /// gone.
     space: Option<AddressSpace>,
-    /// The dumpable attribute as we see it from outside. If it's unknown we've asked the process itself, maybe before
-    /// the process last ran.
+    /// The dumpable attribute as we see it from outside. If it's unknown, we've asked the process itself, maybe some
+    /// time ago.
     dumpable: Dumpable,
     command_line: CommandLine,
     /// The process's CPU time before the last check. If it's the same now, the process hasn't run, and needn't be
@@ -67,9 +68,9 @@ struct CheckedProgram {
 /// The command line of a program, if we've read it.
 #[derive(Clone, Copy, Debug)]
 enum CommandLine {
-    /// We haven't read it.
+    /// We haven't read the command line.
     Unread,
-    /// We've read it, and found this opt-out or none.
+    /// We've read the command line, and found this opt-out or none.
     Read(Option<&'static str>),
 }
 
@@ -133,7 +134,7 @@ impl Target {
         self.invalidate();
     }
 
-    /// Forgets that its program was denied, because the deny list has changed.
+    /// Forgets that the process's program was denied, because the deny list has changed.
     pub(crate) fn forget_denial(&mut self) {
         self.check.denied = None;
         self.judge_again();

@@ -353,7 +353,7 @@ impl Target {
         self.surveys.last = None;
     }
 
-    /// Like [`Self::invalidate`], but the survey waits until its share of the time allows it.
+    /// Like [`Self::invalidate`], but the next survey waits until surveys have used less than their share of the time.
     pub(crate) fn set_changed(&mut self) {
         if let Some(last) = &mut self.surveys.last {
             last.has_changed = true;
