@@ -168,9 +168,9 @@ pub struct Ended {
 }
 
 impl LiveHost {
-    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must reach the thread that
-    /// waits, which should be the main thread: the kernel prefers it for signals to a process. If another thread sets
-    /// the flag, we notice at the next refresh.
+    /// Makes a host for the processes of a scope. A signal handler sets `stop` to cut waits short. The signal must
+    /// reach the thread that waits, which should be the main thread: the kernel prefers it for signals to a process. If
+    /// the signal reaches another thread, we notice `stop` at the next refresh.
     ///
     /// # Errors
     /// If we can't read ksmd or the memory state, or can't start the control thread.
@@ -333,7 +333,7 @@ impl LiveHost {
         self.judge_again();
     }
 
-    /// Sets the policies for placing merged pages on machines with several memory nodes.
+    /// Sets the policies for placing merged pages on machines with several NUMA nodes.
     pub fn set_policies(&mut self, policies: Policies) {
         self.placing.policies = policies;
     }
@@ -632,7 +632,7 @@ fn raise_descriptor_limit() {
 /// Sleeps until this thread handles a signal. A signal between the check of the stop flag and the sleep doesn't end the
 /// sleep, so we sleep no longer than the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
-    // A timespec always has room for some seconds.
+    // The conversion fails only for times of many years.
     if let Ok(time) = Duration::from_nanos(ns.min(refresh::INTERVAL_NS)).try_into() {
         let _ = nanosleep(&time);
     }

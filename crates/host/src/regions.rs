@@ -95,7 +95,7 @@ pub fn stretches(
     stretches
 }
 
-/// The mappings of a process at some time.
+/// The mappings of a process as we last read them.
 #[derive(Debug)]
 pub(crate) struct List {
     pub(crate) program: ProgramId,

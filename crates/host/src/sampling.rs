@@ -53,7 +53,7 @@ pub(crate) struct SamplingJob {
     /// Whether a huge page's average number of mappers is good enough for each of its pages. When we merge on request
     /// it isn't: we'd merge outsiders' memory, too, where ksmd would only merge in vain.
     pub(crate) takes_averages: bool,
-    /// Set on machines with several memory nodes.
+    /// `None` on machines with a single NUMA node.
     pub(crate) topology: Option<Arc<Topology>>,
 }
 

@@ -282,7 +282,7 @@ impl Target {
         }
     }
 
-    /// The process's sizes. If we've kept the file of a thread open that has ended, we read another thread's.
+    /// The process's sizes. If the thread whose file we've kept open has ended, we read another thread's.
     fn sizes_of_living(&mut self) -> Result<Sizes, ReadError> {
         match self.sizes() {
             // A zombie has no memory: its mappings read as empty and its sizes as zero.

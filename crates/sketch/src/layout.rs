@@ -18,13 +18,13 @@ const TAIL: usize = 8;
 /// Bytes of Thrift's compact protocol. The first byte of a field has its distance from the field before in the upper
 /// half, and its type in the lower half.
 mod thrift {
-    /// The next field, a 32-bit number.
+    /// First byte of the next field (distance 1), a 32-bit number.
     pub(super) const I32: u8 = 0x15;
-    /// The next field, a 64-bit number.
+    /// First byte of the next field, a 64-bit number.
     pub(super) const I64: u8 = 0x16;
-    /// The next field, a list.
+    /// First byte of the next field, a list.
     pub(super) const LIST: u8 = 0x19;
-    /// The field after the next, a structure.
+    /// First byte of the field after the next (distance 2), a structure.
     pub(super) const SKIP_STRUCT: u8 = 0x2c;
     /// Types of values: the lower half of a field's first byte, and of a list's.
     pub(super) const TRUE: u8 = 1;

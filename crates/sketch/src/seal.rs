@@ -88,7 +88,7 @@ impl<W: Write + Read + Seek> Sealing<W> {
     }
 }
 
-/// The offset of the digits, after the last mark in the file.
+/// The offset of the checksum's digits, which follow the last `xxh3-64:` in the file.
 fn find<F: Read + Seek>(file: &mut F, bytes: u64) -> io::Result<Option<u64>> {
     let from = bytes.saturating_sub(TAIL_BYTES);
     let tail = read(file, from, TAIL_BYTES)?;

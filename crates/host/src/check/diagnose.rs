@@ -87,7 +87,7 @@ pub fn ok(what: impl Into<String>) -> Finding {
     finding(Severity::Ok, what, "", "")
 }
 
-/// Something to know.
+/// Something worth knowing that doesn't affect pagefold much.
 pub fn note(what: impl Into<String>, why: &str, todo: &str) -> Finding {
     finding(Severity::Note, what, why, todo)
 }

@@ -22,7 +22,7 @@ pub(super) struct MachineMonitor {
     pub(super) memory: MemoryView,
     event_counter: VmEventCounter,
     vm_events: VmEvents,
-    /// Zero pages that KSM has merged on the whole machine.
+    /// Pages of zeros that KSM has merged into the kernel's zero page, on the whole machine.
     pub(super) zeros: Pages,
     next_memory_ns: u64,
 }

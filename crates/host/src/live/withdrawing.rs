@@ -36,14 +36,14 @@ enum Try {
     Changed,
     /// We did something. We check at once whether all marks are gone.
     Again,
-    /// No mark is left.
+    /// No mark that must go is left.
     Settled,
 }
 
-/// The work on marks that must go.
+/// The removal of marks that must go: tries that haven't ended, and results.
 #[derive(Debug, Default)]
 pub(super) struct Withdrawing {
-    /// The tries that haven't ended yet, by pid.
+    /// The tries to remove marks that haven't ended yet, by pid.
     pub(super) jobs: BTreeMap<i32, WithdrawJob>,
     /// The process where the last pass ended.
     last_pid: i32,
@@ -95,7 +95,7 @@ impl LiveHost {
             let spent_ns = elapsed_ns(began);
             self.slow.note(self.targets.get(&pid), spent_ns - before_ns, now_ns);
             if spent_ns > PASS_NS {
-                // As long as there are marks that must go and that we haven't tried to remove, we mark nothing.
+                // We go on at once, because we mark nothing as long as there are marks that we haven't tried to remove.
                 self.withdrawing.last_pid = pid;
                 self.schedule.next_ns = 0;
                 break;
@@ -176,7 +176,8 @@ impl LiveHost {
             Ok(Ok(withdrawal)) => return Some(withdrawal),
             // The process has ended. The next refresh removes the target.
             Ok(Err(ReadError::Vanished { .. })) if !target.info.process.is_alive() => {}
-            // Includes `Vanished` if only the thread has ended that we read instead of the process's first one.
+            // The error may be `Vanished` although the process is alive: we've read another of its threads, which has
+            // ended.
             Ok(Err(error)) => target.put_off(now_ns, error.into()),
             Err(mut job) => {
                 target.leave(&mut job.pending);

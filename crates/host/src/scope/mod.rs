@@ -102,7 +102,7 @@ pub enum ScopeError {
     NoCgroup(String),
     #[error("no process matches {0}")]
     NoMatch(String),
-    /// All processes that match do so by name only.
+    /// Processes match by name only, and any user can choose such a name.
     #[error("no process matches {scope}: {why}")]
     NameOnly { scope: String, why: String },
     /// We can't read the process list.

@@ -129,12 +129,12 @@ impl NewProcesses {
             }
             let since_ns = self.outside.get(&pid).copied().unwrap_or(now_ns);
             outside.insert(pid, since_ns);
-            // We examine a process first seen in the last list a second time, however long ago that was.
+            // We examine each process at least twice, even if we first saw it in the last list long ago.
             full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
         })?;
         self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
-        // A full pass finds processes that are still in scope again, and our caller decides again.
+        // A full pass finds them again if they're still in scope, and then our caller decides about them.
         self.turned_away.retain(|pid| !full && outside.contains_key(pid));
         self.outside = outside;
         self.last_pid = last_pid;

@@ -360,7 +360,7 @@ impl Target {
         }
     }
 
-    /// Makes the next survey due soon, because memory has become secret.
+    /// Makes the next survey due soon, because the process has made marked memory secret, for example by mlock.
     pub(crate) fn note_secrets(&mut self) {
         self.surveys.are_locks_new = true;
     }
