@@ -21,14 +21,14 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Once, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-/// How long our thread may sleep in all while it prepares (reads `/proc`, attaches), beyond the wait for the stop; and
-/// how long preparing may take, sleeping or not.
+/// How long our thread may sleep in total while it prepares a stop (reads `/proc`, attaches), and how long preparing
+/// may take, sleeping or not. The wait for the stop itself isn't included.
 const PREPARING: Duration = Duration::from_millis(250);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
 /// How often we check these limits.
 const TICK: Duration = Duration::from_millis(50);
 
-/// If getting the mmap lock takes longer than this, somebody is holding it. We try this many times.
+/// If we can't get the target's mmap lock in this time, somebody is holding it. We try this many times.
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
 const LOCK_TRIES: u32 = 4;
 
@@ -56,7 +56,7 @@ impl AttemptOutcome {
 pub enum Verdict {
     /// All calls were made.
     Done,
-    /// Try again; after too many attempts this is the error.
+    /// Try again. After too many attempts, fail with this error.
     Again(InjectError),
     /// Don't try again soon.
     Failed(InjectError),
@@ -68,8 +68,8 @@ impl Verdict {
     }
 }
 
-/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of our choice. With `is_shared` other
-/// targets wait for us, too. So we leave a process that stalls alone for a while, and also others of its user or cgroup
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of our choice. If `is_shared`, other
+/// targets wait for us, too, so we leave a process that stalls alone for a while, and also others of its user or cgroup
 /// if many of them stall.
 pub fn attempt(
     process: &Process,
@@ -80,7 +80,7 @@ pub fn attempt(
     is_shared: bool,
 ) -> Result<AttemptOutcome, InjectError> {
     let pid = process.pid();
-    // Our thread may outlive this call, so it needs a handle of its own.
+    // Our thread may outlive this function, so it needs its own handle to the process.
     let handle = Process::open(pid).map_err(InjectError::from_read)?;
     if handle.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
@@ -135,7 +135,7 @@ pub fn attempt(
             cut_short(own.load(Ordering::Relaxed));
             return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
         }
-        // All calls are over by now, so a read of the return frame doesn't end.
+        // Even the last call must be over by now. So it's a read of the return frame's memory that doesn't end.
         if slept >= PREPARING + stop + calls_end {
             progress.get_stuck();
         }
@@ -146,7 +146,7 @@ pub fn attempt(
     }
 }
 
-/// Ends an attempt, on its thread. If the caller has given it up, nobody receives the result.
+/// Ends an attempt, on its thread. If the caller has given up the attempt, nobody receives the result.
 fn finish(
     stopped: StopOutcome,
     process: &Process,
@@ -318,8 +318,8 @@ fn one_stop(
     if let Err(errno) = seize(tid_chosen, progress) {
         return StopOutcome::Over(refused(process, tid_chosen, errno).unstopped());
     }
-    // From now on the kernel returns ESRCH if the tid is reused, so we needn't check again after this. The thread
-    // hasn't noticed anything yet, so we can still return.
+    // We check the thread and the process once more. From now on the kernel returns ESRCH if the tid is reused, so this
+    // check is the last one. The thread hasn't noticed anything yet, so we can still return.
     match thread::examine(process, tid_chosen) {
         // If job control has stopped the thread, attaching changes its state to a tracing stop (`t`) at once.
         Ok((stat, activity))
@@ -385,9 +385,9 @@ fn one_stop(
 }
 
 /// Whether the mmap lock is free. While somebody holds it, for example a sibling whose fork copies the page tables, our
-/// work in a stop would wait for it, and so would the call. Once we've waited for the lock and got it, it's free.
+/// work in a stop would wait for it, and so would the call. If we get it in time, it's free.
 ///
-/// We check this before we attach to the thread: afterwards we couldn't wait for the lock.
+/// We check this before we attach to the thread, because we mustn't wait for the lock afterwards.
 fn is_unlocked(process: &Process) -> bool {
     let Ok(space) = AddressSpace::of(process) else { return true };
     (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))

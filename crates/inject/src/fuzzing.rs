@@ -1,4 +1,4 @@
-//! Private parsers, for `pagefold-fuzz`, which states their properties.
+//! Makes private parsers public for `pagefold-fuzz`, which checks their properties.
 
 pub use crate::thread::{Activity, fitness};
 pub use crate::worker::{Reply, Request, reply_limit};

@@ -13,7 +13,7 @@ const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// We search this many bytes of each executable mapping. libc has a `syscall` instruction within its first pages of
 /// code.
 const SEARCHED_BYTES: u64 = 1 << 20;
-/// We search this many executable mappings.
+/// How many executable mappings of a process we search, at most.
 const SEARCHED_MAPPINGS: usize = 4096;
 
 /// Whether `word`, the memory at an instruction in little-endian order, begins with `syscall`.
@@ -79,7 +79,7 @@ pub(crate) struct Executable {
 /// The executable mappings in the text of `maps`, the vDSO first. Without the vsyscall page: `syscall` can't run there.
 pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
     let mut found = Vec::new();
-    // If reading fails, we use the mappings up to there.
+    // If reading fails, we use the mappings that we've read until then.
     let _ = each_mapping(maps, Names::Special, |vma| {
         if !vma.perms.read || !vma.perms.exec || vma.name == b"[vsyscall]" {
             return ControlFlow::Continue(());

@@ -20,13 +20,15 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The pause before the second start in a row; it doubles with each further one. The first start is immediate.
+/// We replace a dead injector at once. If the new one fails, too, we wait this long before the next start, and twice as
+/// long after each further failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
 /// After this many deaths and failed starts in a row we don't start another one: the pauses until then add up to 16 s.
 const FAILURES_MOST: u32 = 8;
-/// After an injector has lived this long, we count its failures from 0 again.
+/// Once an injector has lived this long, earlier failures no longer count.
 const HEALTHY: Duration = Duration::from_secs(60);
-/// How long a request of [`InjectorHandle::run_first`] waits for an earlier one, and how often it checks.
+/// How long a request of [`InjectorHandle::run_first`] waits for an earlier request to end, and how often it checks
+/// whether that has ended.
 const TURN_LIMIT: Duration = Duration::from_secs(5);
 const TURN_TICK: Duration = Duration::from_millis(2);
 
@@ -37,18 +39,18 @@ pub struct Injector {
     queue: Arc<Queue>,
 }
 
-/// A second handle to an [`Injector`], which doesn't keep it alive.
+/// A handle to an [`Injector`] that doesn't keep the injector alive.
 #[derive(Clone, Debug)]
 pub struct InjectorHandle {
     supervised: Weak<Mutex<Supervised>>,
     queue: Arc<Queue>,
 }
 
-/// The requests of [`InjectorHandle::run_first`].
+/// The requests of [`InjectorHandle::run_first`] that wait for the injector or use it.
 #[derive(Debug, Default)]
 struct Queue {
     length: AtomicUsize,
-    /// Whoever holds this goes next.
+    /// The request that has locked this goes next.
     turn: Mutex<()>,
 }
 
@@ -68,7 +70,7 @@ struct Supervised {
     restarts: u32,
     /// CPU time of earlier injectors.
     former_ns: u64,
-    /// Whether injectors are this process's descendants.
+    /// Whether the injectors are descendants of this process.
     is_descendant: bool,
 }
 
@@ -84,8 +86,8 @@ impl Injector {
         Ok(Self::of(Connection::spawn(command)?, None, true))
     }
 
-    /// Starts `starter`, which must call [`super::start_injectors`], and by it an injector, and another one whenever it
-    /// has died.
+    /// Starts the process `starter`, which must call [`super::start_injectors`]. It starts an injector for us, and a
+    /// new one whenever the last one has died.
     pub fn keep_running(starter: &mut Command) -> io::Result<Self> {
         let starter = Starter::spawn(starter)?;
         Self::keep(move || starter.start(), true)
@@ -95,7 +97,7 @@ impl Injector {
     /// whenever the injector has died.
     ///
     /// # Errors
-    /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
+    /// `PermissionDenied` unless each end belongs to root or to the other end's user.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let path = path.to_owned();
         Self::keep(move || Connection::connect(&path), false)
@@ -135,12 +137,13 @@ impl Injector {
     /// # Errors
     /// [`InjectError::WorkerGone`] if the injector has died: we don't know whether it made the calls.
     /// [`InjectError::WorkerSilent`] if it doesn't reply in time. We don't kill it then, because it may hold a target
-    /// that only it can restore. Later requests wait until it has finished.
+    /// that only it can restore. Until it replies, later requests fail at once if there's a patience
+    /// ([`Self::set_patience`]), and wait otherwise.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         self.lock().run(process, None, calls, limits)
     }
 
-    /// Like [`Self::run`], but only while the process runs this program.
+    /// Like [`Self::run`], but only while the process runs `program`.
     ///
     /// # Errors
     /// [`InjectError::OtherProgram`] if the process runs another one.
@@ -157,7 +160,7 @@ impl Injector {
     /// If the injector has died, starts another one once the pause is over. Returns how often we've done that.
     ///
     /// # Errors
-    /// [`InjectError::WorkerLost`] if injectors keep dying or can't be started: we no longer try.
+    /// [`InjectError::WorkerLost`] if injectors keep dying or can't be started. Then we no longer try.
     pub fn tend(&mut self) -> Result<u32, InjectError> {
         let mut supervised = self.lock();
         match supervised.tend() {
@@ -166,13 +169,13 @@ impl Injector {
         }
     }
 
-    /// CPU time of all injectors so far, up to their last replies, nanoseconds.
+    /// CPU time of all injectors so far, each up to its last reply, nanoseconds.
     pub fn cpu_ns(&self) -> u64 {
         let supervised = self.lock();
         supervised.connection.cpu_ns() + supervised.former_ns
     }
 
-    /// Whether RUSAGE_CHILDREN gets the injectors' time once they've ended.
+    /// Whether our RUSAGE_CHILDREN includes the injectors' CPU time once they've ended.
     pub fn is_descendant(&self) -> bool {
         self.lock().is_descendant
     }
@@ -211,8 +214,8 @@ impl InjectorHandle {
         supervised.run(process, Some(program), calls, limits)
     }
 
-    /// Like [`Self::run_in`], but waits for earlier requests to end, and if a patience is set, makes requests of
-    /// [`Self::run_in`] fail while it waits. For a thread that may be abandoned.
+    /// Like [`Self::run_in`], but waits for earlier requests to end, and if a patience is set, requests of
+    /// [`Self::run_in`] fail meanwhile. For a thread that its starter may abandon.
     pub fn run_first(
         &self,
         process: &Process,
@@ -295,7 +298,7 @@ impl Supervised {
                 self.started = Instant::now();
                 self.down = None;
                 self.restarts += 1;
-                debug!(target: "inject", pid = self.connection.pid(), "another injector has taken its place");
+                debug!(target: "inject", pid = self.connection.pid(), "a new injector has replaced it");
                 Ok(())
             }
             Ok(Err(error)) => self.fall(error.to_string()),

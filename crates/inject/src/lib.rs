@@ -1,6 +1,6 @@
 //! Runs system calls inside other processes, without a lasting effect on them.
 //!
-//! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We
+//! `madvise` marks memory of its caller only, so a process must make the call itself if its memory is to be marked. We
 //! stop one of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask,
 //! and resume it. The process sees nothing but the delay. [`regs`], [`thread`] and [`tracee`] describe the cases where
 //! the thread blocks in a call, or is signalled, frozen, killed or traced during the stop.
@@ -8,9 +8,10 @@
 //! One rule has no exception: once we've borrowed a thread's registers, we give them back, or the thread has died. No
 //! time limit lifts that rule, which is why [`InjectError::Held`] exists. If our process dies in between, the thread
 //! restores itself by a signal frame that we've left below its stack pointer ([`return_frame`] says how, and which
-//! differences remain). We leave no frame if we aren't certain of unused room for it ([`stack_check`]), if the target
-//! has no code to return by ([`trampoline`]), or if the thread has a shadow stack. Then our death kills the target
-//! ([`InjectionReport::unguarded`]). So a small process of its own should do the work ([`Injector`]).
+//! differences remain). There are three cases without a frame: we find no memory that's certainly unused
+//! ([`stack_check`]), the target has no code to return by ([`trampoline`]), or the thread has a shadow stack. Then our
+//! death kills the target ([`InjectionReport::unguarded`]). So a small process of its own should do the work
+//! ([`Injector`]).
 //!
 //! Relative timeouts of restarted calls start over, as after any stop: a wait of 50 ms that we stop after 40 takes 90.
 
@@ -52,17 +53,17 @@ use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// How many attempts in a row we make at a batch while the process is temporarily unsuitable.
+/// After this many failed attempts in a row we give up a batch of calls.
 const ATTEMPTS_MOST: u32 = 8;
 /// The pause after the first failed attempt; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// After this long a request makes no further attempt, because other requests are waiting.
+/// A request that has taken this long makes no further attempt, because other requests are waiting.
 const REQUEST_LIMIT: Duration = Duration::from_millis(250);
 
 /// A system call for the target to make.
 ///
-/// The call shouldn't block or depend on the thread that makes it. Meant for `madvise`, and for `prctl` options that
-/// concern the whole address space.
+/// The call shouldn't block, and it shouldn't matter which thread makes it. Meant for `madvise`, and for `prctl`
+/// options that concern the whole address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     pub nr: i64,
@@ -81,7 +82,8 @@ impl Call {
         Self { nr: libc::SYS_prctl, args: [unsigned(i64::from(option)), a, b, c, d, 0] }
     }
 
-    /// Whether pagefold may make this call in a program: to mark or unmark memory, and to ask whether it's dumpable.
+    /// Whether the call only marks or unmarks memory, or asks if the program is dumpable. pagefold makes no other
+    /// calls.
     pub fn is_harmless(&self) -> bool {
         let is = |value: u64, number: i32| value == unsigned(i64::from(number));
         match (self.nr, self.args) {
@@ -114,13 +116,13 @@ impl std::fmt::Display for Errno {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// From the request to the stop. The target keeps running until then, so this may be generous: a thread whose
-    /// cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
+    /// How long the target may take to stop after we've asked for it. It keeps running until then, so we can be
+    /// generous: a thread whose cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
-    /// For one call. All calls in a stop together get this and `stop_ns`. We interrupt a call that takes longer; an
-    /// interrupted unmerge leaves the rest of its range merged.
+    /// How long one call may take. All calls in a stop together may take this plus `stop_ns`. We interrupt a call that
+    /// takes longer; an interrupted unmerge leaves the rest of its range merged.
     pub call_ns: u64,
-    /// Calls in one stop. Between two stops we let the target run for as long as we stopped it.
+    /// The most calls in one stop. Between two stops we let the target run for as long as we stopped it.
     pub calls_per_stop: usize,
 }
 
@@ -137,22 +139,22 @@ pub struct InjectionReport {
     pub results: Vec<Result<u64, Errno>>,
     /// How often we stopped the target.
     pub stops: u32,
-    /// The longest stop, from the last check that found the thread running until we resumed it, nanoseconds.
+    /// The longest stop, nanoseconds: from our last check that found the thread running until we resumed it.
     pub longest_stop_ns: u64,
     pub total_stop_ns: u64,
     #[serde(default)]
     pub stop_lengths: StopLengths,
-    /// Stops without a return frame: if this process had been killed in one, the target would have died.
+    /// How many stops had no return frame: if this process had been killed in one of them, the target would have died.
     #[serde(default)]
     pub unguarded: u32,
-    /// The longest time that a thread ran with borrowed registers, nanoseconds: how long an unguarded target is at
-    /// risk.
+    /// The longest time that a thread had borrowed registers, nanoseconds. Without a return frame it's at risk that
+    /// long.
     #[serde(default)]
     pub longest_away_ns: u64,
 }
 
 impl InjectionReport {
-    /// The report's stops as stops of `owner`. `None` if we never stopped it.
+    /// The stops in this report, as stops of the process `owner`. `None` if we never stopped it.
     pub fn stops_of(&self, owner: OwnerKey) -> Option<Stops> {
         if self.stops == 0 {
             return None;
@@ -167,21 +169,22 @@ impl InjectionReport {
     }
 }
 
-/// Why we didn't complete a batch. We may have made the first calls, which is harmless: marking twice has no effect.
+/// Why we didn't make all calls of a batch. We may have made the first ones. The caller may repeat the whole batch:
+/// marking twice has no effect.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 pub enum InjectError {
     /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
     /// The process is running a program other than the one that we judged, or running it for another user.
-    #[error("process {pid} no longer runs the program that was judged; try again when the new program is judged")]
+    #[error("process {pid} has started another program since pagefold examined it; try again later")]
     OtherProgram { pid: i32 },
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
     #[error("process {pid} is traced by process {by}; try again when the tracer has detached")]
     Traced { pid: i32, by: i32 },
     #[error("process {pid} is frozen; try again when its cgroup is thawed")]
     Frozen { pid: i32 },
-    /// The kernel forbids tracing it.
+    /// The kernel forbids us to trace the process.
     #[error(
         "not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may still forbid it"
     )]
@@ -192,13 +195,13 @@ pub enum InjectError {
     #[error("process {pid} is a zombie without memory; exclude it")]
     Zombie { pid: i32 },
     /// Every thread is in a call that an interruption would change, or can't be stopped.
-    #[error("every thread of process {pid} is in a call that must not be interrupted; try again later")]
+    #[error("every thread of process {pid} is in a system call that must not be interrupted; try again later")]
     NoSafeThread { pid: i32 },
     /// The process changed during every attempt (exec, ending threads, signals, restartable sequences).
     #[error("process {pid} changed during every attempt; try again later")]
     Busy { pid: i32 },
     /// We don't try this process now, because others of its user or cgroup have stalled us.
-    #[error("other programs of the user or cgroup of process {pid} take too long; try again later")]
+    #[error("process {pid} was not tried: other processes of its user or cgroup took too long; try again later")]
     OthersStalled { pid: i32 },
     /// A time limit passed. We've released the target unchanged.
     #[error("process {pid} did not {what} in time and was released unchanged; try again later")]
@@ -237,7 +240,7 @@ pub enum InjectError {
         "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
     )]
     WorkerSilent,
-    #[error("the injector process sent a malformed reply ({what}); both ends must be the same program")]
+    #[error("the injector process sent a malformed reply ({what}); run the same version of pagefold on both ends")]
     Protocol { what: String },
 }
 
@@ -245,7 +248,7 @@ impl InjectError {
     /// Whether the same batch may succeed later.
     pub fn is_passing(&self) -> bool {
         match self {
-            // Other errors, such as a lack of memory or of descriptors, pass.
+            // Other errors, such as a lack of memory or descriptors, go away.
             Self::System { errno, .. } => !matches!(errno.0, libc::EPERM | libc::ENOSYS | libc::E2BIG),
             Self::OtherProgram { .. }
             | Self::Traced { .. }
@@ -263,7 +266,7 @@ impl InjectError {
         }
     }
 
-    /// Whether calls without a result may have been made, or may still be made.
+    /// Whether we can't tell about the calls without a result: the process may have made them, or may still make them.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
     }
@@ -320,7 +323,7 @@ pub fn inject_into(
 ) -> Result<InjectionReport, InjectError> {
     let pid = process.pid();
     if ATTEMPTS.has_thread(process) {
-        return Err(InjectError::TimedOut { pid, what: "let go of the last call".into() });
+        return Err(InjectError::TimedOut { pid, what: "finish the last call".into() });
     }
     let origin = Origin::of(process);
     if !calls.is_empty() && !REQUESTS.admits(origin) {
@@ -355,7 +358,8 @@ fn run(
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut attempts = 0;
-    // The kernel also denies tracing a thread that is dying. So we only report this error if every attempt was denied.
+    // The kernel also denies tracing a thread that is dying. So we only report [`InjectError::Denied`] if every attempt
+    // failed this way.
     let mut is_denied = true;
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];

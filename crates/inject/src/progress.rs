@@ -1,13 +1,13 @@
-//! The state of an attempt, which its thread shares with the caller through an atomic. Not by messages: the thread
-//! mustn't allocate while registers are borrowed.
+//! The state of an attempt, which its thread shares with the caller through an atomic. We send no messages, because the
+//! thread mustn't allocate while registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 /// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many processes we can't release at this moment ([`super::InjectError::Held`]). While there are any, this process
-/// must not end.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until this is 0, our process must
+/// not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }

@@ -78,7 +78,7 @@ fn ptrace(request: u64, tid: i32, addr: u64, data: u64) -> Result<i64, Errno> {
     if result < 0 { Err(Errno::last()) } else { Ok(result) }
 }
 
-/// A request whose result says only whether it succeeded.
+/// Makes a request whose result only says whether it succeeded.
 fn order(request: u64, tid: i32, addr: u64, data: u64) -> Result<(), Errno> {
     ptrace(request, tid, addr, data)?;
     Ok(())
@@ -151,7 +151,7 @@ pub fn read(tid: i32, addr: u64, bytes: &mut [u8]) -> Result<(), Errno> {
     if usize::try_from(read) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// Writes to the tracee's memory at `addr`, where the tracee could write, too. An error may leave a part written.
+/// Writes to the tracee's memory at `addr`. Fails where the tracee can't write, perhaps after a part is written.
 pub fn write(tid: i32, addr: u64, bytes: &[u8]) -> Result<(), Errno> {
     let local = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let remote = libc::iovec { iov_base: pointer(addr), iov_len: bytes.len() };
@@ -296,7 +296,7 @@ pub fn poll(tid: i32) -> TraceeEvent {
 fn wait(tid: i32, flags: i32) -> Option<(i32, i32)> {
     // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` outlives the call. The raw call, because libc's is a cancellation point.
+    // SAFETY: `info` outlives the call. We make the raw system call, because libc's `waitid` is a cancellation point.
     let result =
         unsafe { libc::syscall(libc::SYS_waitid, libc::P_PID, tid, &raw mut info, flags, std::ptr::null_mut::<u8>()) };
     if result < 0 {

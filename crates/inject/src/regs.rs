@@ -4,8 +4,8 @@
 //! private errors 512 to 516. On the way back to the program, the kernel turns these into a restart if there was no
 //! signal. It uses the registers at that moment, so it's enough to restore them all, `orig_rax` included. Some calls
 //! return a plain EINTR instead, which the program would see. We restart these by turning EINTR into ERESTARTNOHAND:
-//! the kernel then restarts the call, or returns EINTR if a handler runs. A few calls never sleep, but look for signals
-//! and then fail. We restart two of these as well.
+//! the kernel then restarts the call, or returns EINTR if a handler runs. A few calls never sleep, but fail if they
+//! find a signal pending. We restart two of these as well.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
@@ -65,8 +65,8 @@ pub fn repairable(nr: i64) -> bool {
 /// Computes the registers to restore from the ones at the stop.
 ///
 /// `by_us`: the tracer caused the stop, not job control, which may itself make a call return EINTR.
-/// `by_syscall_instruction`: the instruction before `rip` is `syscall`. After `int 0x80` the call's number would mean a
-/// call of the 32-bit table.
+/// `by_syscall_instruction`: the instruction before `rip` is `syscall`. After `int 0x80` the call's number is one of
+/// the 32-bit table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
     if by_us && by_syscall_instruction {
@@ -88,7 +88,7 @@ fn restart_of(stopped: &Registers) -> Option<i64> {
         libc::SYS_bpf if stopped.rdi == BPF_PROG_LOAD => {
             (signed(stopped.rax) == -i64::from(libc::EAGAIN)).then_some(ERESTARTNOINTR)
         }
-        // Memory file systems undo the part they've done before they fail; others simply do it again.
+        // Memory file systems undo the part that they've done before they fail; on others, repeating it does no harm.
         libc::SYS_fallocate if stopped.rsi & MOVES_DATA == 0 => interrupted.then_some(ERESTARTNOHAND),
         nr if repairable(nr) => interrupted.then_some(ERESTARTNOHAND),
         _ => None,

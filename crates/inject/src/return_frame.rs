@@ -1,6 +1,7 @@
-//! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state
-//! and signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as
-//! by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the kernel takes the thread to be in a signal
+//! The frame by which a thread gets its own registers back if we die while it has borrowed ones. Before we change a
+//! thread's registers, we write a genuine signal frame with its own registers, floating-point state and signal mask
+//! onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as by
+//! `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the kernel takes the thread to be in a signal
 //! handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and
 //! what the thread does if the tracer dies right after each:
 //!
@@ -93,7 +94,8 @@ impl ReturnFrame {
         if ptrace::has_shadow_stack(tid) {
             return false;
         }
-        // Where the state goes in the frame depends on its length, so we first read it to the beginning of the buffer.
+        // The floating-point state's place in the frame depends on its length, so we first read it to the beginning of
+        // the buffer.
         let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
         if read >= LONGEST {
             return false;
@@ -117,7 +119,8 @@ impl ReturnFrame {
         true
     }
 
-    /// Writes the frame onto zeroed memory.
+    /// Writes the frame to the thread's memory, which holds zeros there. If that fails, zeroes the memory again and
+    /// returns false.
     pub fn write(&mut self, tid: i32) -> bool {
         let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
         if !written {
@@ -126,8 +129,7 @@ impl ReturnFrame {
         written
     }
 
-    /// Zeroes the parts of the frame that are still as we wrote them. Only fails if the thread was killed or its stack
-    /// unmapped. Doesn't allocate.
+    /// Zeroes those parts of the frame in the thread's memory that are still as we wrote them. Doesn't allocate.
     pub fn unwrite(&self, tid: i32) {
         const STEP: usize = 1024;
         let mut found = [0; STEP];
@@ -184,7 +186,7 @@ impl XstateSizes {
         // The kernel writes the protection keys even if the header doesn't list them.
         let features = word(xstate, HEADER)? | X87_SSE | (possible & PKRU);
         let full = end_of(possible);
-        // If the length differs, there's a feature that we don't know the place of.
+        // If the length differs, the state has a feature whose place we don't know.
         if full != xstate.len() {
             return None;
         }
@@ -223,7 +225,7 @@ fn feature_ends() -> &'static [usize; 63] {
     &ENDS
 }
 
-/// Where the last of these features ends.
+/// Where the state ends if it has these features.
 fn end_of(features: u64) -> usize {
     let mut end = XSTATE_LEAST;
     for (feature, &feature_end) in feature_ends().iter().enumerate().skip(2) {

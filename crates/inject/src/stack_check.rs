@@ -1,9 +1,10 @@
-//! By the ABI everything below the red zone (128 bytes below the stack pointer) is unused, because signal handlers run
-//! there. Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local
-//! array, with live data below its stack pointer. So we write a frame only onto pages that nobody has ever written to
-//! (their pagemap entry is zero), with such a page on both sides. And we use only two kinds of stack: the main thread's
-//! `[stack]`, and mappings that look like a C library's thread stack, with the thread's control block above the stack
-//! pointer and an inaccessible mapping directly below.
+//! Finds unused memory on a thread's stack for a return frame. By the ABI everything below the red zone (128 bytes
+//! below the stack pointer) is unused, because signal handlers run there. Programs need not comply: one whose handlers
+//! run elsewhere (`sigaltstack`) may run a coroutine on a local array, with live data below its stack pointer. So we
+//! write a frame only onto pages that nobody has ever written to (their pagemap entry is zero), with such a page on
+//! both sides. And we use only two kinds of stack: the main thread's `[stack]`, and mappings that look like a C
+//! library's thread stack, with the thread's control block above the stack pointer and an inaccessible mapping directly
+//! below.
 //!
 //! Afterwards these pages hold zeros, and the next frame goes there again, unless the pages next to them have changed:
 //! a program that has begun to use this part of its stack would have touched them.
@@ -28,7 +29,7 @@ const HANDLER_BYTES: u64 = 64 << 10;
 /// How many pages we inspect at once: as many as one page table maps. We look first at pages whose page table is
 /// already in use, since they won't get a huge page.
 const WINDOW: usize = 512;
-/// How many processes we remember pages of earlier frames for, and how many pages of each.
+/// For how many processes we remember the pages of earlier frames, and how many pages of each.
 const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 
@@ -37,14 +38,15 @@ type PagesByProcess = HashMap<ProcessKey, Vec<u64>>;
 /// Pages of earlier frames.
 static USED: LazyLock<Mutex<PagesByProcess>> = LazyLock::new(Mutex::default);
 
-/// The mappings of a process, for a check during the stop.
+/// The files that show the mappings of a process, opened before the stop.
 #[derive(Debug)]
 pub struct StackCheck {
     maps: File,
     pagemap: File,
     /// Pages of earlier frames.
     used: Vec<u64>,
-    /// All private anonymous mappings, listed before the stop: before Linux 6.11 we can't query a single one.
+    /// All private anonymous mappings, listed before the stop. `None` if the kernel lets us query a single mapping
+    /// (Linux 6.11).
     all: Option<Vec<Vma>>,
 }
 
@@ -59,7 +61,7 @@ struct Mapping {
 }
 
 impl StackCheck {
-    /// Opens the mappings of thread `tid`, before the stop.
+    /// Opens the files of thread `tid`. Call this before the stop.
     pub fn open(process: &Process, tid: i32) -> Option<Self> {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
@@ -92,7 +94,7 @@ impl StackCheck {
         }
         let needed = usize::try_from(bytes.div_ceil(PAGE_BYTES)).ok()?;
         let end = page_of(own.rsp.checked_sub(RED_ZONE)?);
-        // The main thread's stack needs no spare room, because it grows by itself.
+        // The main thread's stack needs no room for handlers, because it grows by itself.
         let room = if stack.main_stack { 0 } else { ((end - stack.start) / 4).min(HANDLER_BYTES) };
         let low = page_of(stack.start + room) + PAGE_BYTES;
         let window = count(WINDOW) * PAGE_BYTES;
@@ -114,7 +116,7 @@ impl StackCheck {
         self.unused_below(tid, &stack, own.rsp, needed)
     }
 
-    /// Makes the main thread's stack grow, as a deeper call would, and looks in the new pages.
+    /// Makes the main thread's stack grow, as a deeper call would, and finds unused memory in the new pages.
     fn unused_below(&self, tid: i32, stack: &Mapping, rsp: u64, needed: usize) -> Option<u64> {
         if !stack.main_stack {
             return None;

@@ -1,8 +1,8 @@
-//! The starter, a process that starts the injectors of a daemon that has made itself unable to: a seccomp filter forbids
-//! it to start programs, and an injector that inherited the filter couldn't suspend its targets' filters.
+//! The starter, a process that starts the injectors of a daemon that can't start them itself: its seccomp filter
+//! forbids it to start programs, and an injector that inherited the filter couldn't suspend its targets' filters.
 //!
-//! The daemon sends one end of a socket pair for each injector, and gets the injector's pid. The starter does nothing
-//! else, and ends when the daemon and the injectors have ended.
+//! For each injector the daemon sends one end of a socket pair, and the starter replies with the injector's pid. The
+//! starter does nothing else, and ends when the daemon and the injectors have ended.
 
 use super::worker::{Connection, confine, wait_briefly};
 use pagefold_procmem::os::locked;
@@ -35,7 +35,7 @@ impl Starter {
         Ok(Self { socket: Mutex::new(socket), child: child? })
     }
 
-    /// Has an injector started.
+    /// Makes the starter start an injector.
     pub(super) fn start(&self) -> io::Result<Connection> {
         let (stream, theirs) = UnixStream::pair()?;
         let mut socket = locked(&self.socket);
@@ -60,12 +60,12 @@ impl Drop for Starter {
     }
 }
 
-/// Runs the starter: starts `injector` on each socket that comes over standard input, until its end.
+/// Runs the starter: starts an `injector` on each socket that comes over standard input, and ends with standard input.
 pub fn start_injectors(injector: impl Fn() -> Command) -> ! {
     confine();
     let mut injectors: Vec<Child> = Vec::new();
     let _ = serve(injector, &mut injectors);
-    // Our parent gets the CPU time of those that we've waited for.
+    // Our parent's RUSAGE_CHILDREN includes an injector's CPU time only if we've waited for the injector.
     for mut injector in injectors {
         let _ = injector.wait();
     }
@@ -84,7 +84,7 @@ fn serve(injector: impl Fn() -> Command, injectors: &mut Vec<Child>) -> io::Resu
     Ok(())
 }
 
-/// The next descriptor that comes over a socket. `None` at its end.
+/// Receives the next descriptor over a socket. `None` if the other end is closed.
 fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut message = RecvAncillaryBuffer::new(&mut space);

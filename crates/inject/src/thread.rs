@@ -60,7 +60,7 @@ impl Activity {
 pub enum Fitness {
     /// Blocked in a call that restarts without effect.
     Restarts,
-    /// Blocked in a call whose relative timeout starts over.
+    /// Blocked in a call whose relative timeout starts over if we interrupt the call.
     StartsOver,
     /// Running, or stopped by job control.
     User,
@@ -90,14 +90,15 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_wait4
             | libc::SYS_waitid
             | libc::SYS_msgrcv
-            // Continues one of the calls above that has a timeout, after a stop.
+            // Continues, after a stop, one of the calls above that have a timeout.
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
-            // This call also submits. If we interrupted it, it would return the number submitted although it hasn't
-            // waited long enough.
+            // This call submits requests before it waits. If we interrupted the wait, the call would return the number
+            // of submitted requests, although the completions that it waits for aren't there.
             libc::SYS_io_uring_enter if args[1] != 0 => None,
-            // We could repair EINTR here, but the calls may have sent a part, so we don't choose them.
+            // We could turn an EINTR of these calls into a restart, but they may have sent a part of their data, so we
+            // don't choose them.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
             nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
             _ => None,
@@ -134,15 +135,16 @@ pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether a cgroup freezer has frozen the thread. The kernel doesn't document how to tell, so we may miss one; then a
-/// time limit ends the attempt.
+/// Whether a cgroup freezer has frozen the thread. The kernel doesn't document how to tell, so we may overlook a frozen
+/// thread; then a time limit ends the attempt.
 pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
-    // Version 1 freezes threads in their sleep (Linux 6.1). Only the freezer makes these sleeps uninterruptible.
+    // With cgroup v1, a thread that sleeps in a call is frozen there (Linux 6.1). Only the freezer makes the sleep of
+    // these calls uninterruptible.
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
         return true;
     }
-    // Version 2 freezes threads in `do_freezer_trap`, where signals are delivered. The compiler may inline that
-    // function into `get_signal`, where threads stopped by job control wait, too (state T).
+    // With cgroup v2, threads are frozen in `do_freezer_trap`, where the kernel delivers signals. The compiler may
+    // inline that function into `get_signal`, where threads stopped by job control wait, too (state T).
     process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
         b"__refrigerator" | b"do_freezer_trap" => true,
         b"get_signal" => stat.state == b'S',
@@ -222,8 +224,8 @@ fn in_kernel_permille(stat: &Stat, activity: Activity) -> u64 {
     }
 }
 
-/// Whether a running thread soon blocks in a call that an interruption would change. Then it may be in that call
-/// already, which we can't see while it runs.
+/// Watches a running thread for 2 ms: whether it blocks in a call that an interruption would change. If so, it may have
+/// been in that call while it ran, which we can't see.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);

@@ -14,13 +14,14 @@ use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::Process;
 
-/// How often we make a call that signals interrupt (unmerging stops at any pending signal).
+/// How many times we make a call that signals keep interrupting: unmerging stops at any pending signal.
 const RESTARTS: u32 = 4;
-/// How long an interrupted call may take to return. After that we report the thread as held.
+/// How long a call may take to return once we've interrupted it. After that we report [`super::InjectError::Held`].
 pub const GRACE_NS: u64 = 100_000_000;
 /// How long a wait polls before it sleeps: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
-/// If we get to the first call this late after the thread was last seen running, we end the stop without a call.
+/// If we need longer than this from the last check that found the thread running to the first call, we make no call in
+/// this stop.
 const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
@@ -54,7 +55,7 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
             // SAFETY: no arguments. The target may need this CPU.
             unsafe { libc::sched_yield() };
         } else {
-            // So we notice an event late by at most an eighth of the time that it took.
+            // We sleep for an eighth of the time that we've waited, so we notice the event at most that much too late.
             let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
             let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
             // SAFETY: `nap` outlives the call.
@@ -80,7 +81,7 @@ pub enum StopEnd {
     Signal,
     /// The thread is at a bad moment (in a restartable sequence, signals pending), or the code that we found is gone.
     Unstable,
-    /// The process is running another program than the calls are for.
+    /// The process is running a program other than the one that the calls are meant for.
     OtherProgram,
     Filtered,
     Compat,
@@ -109,13 +110,13 @@ impl From<Errno> for CallFailure {
 
 pub struct Tracee<'a> {
     pub tid: i32,
-    /// The program that the calls are for. `None`: whichever the process runs.
+    /// The program that the process must be running for us to make the calls. `None`: any program.
     pub program: Option<(&'a Process, ProgramId)>,
     pub since_ns: u64,
-    /// Whether our interrupt stopped it, not job control.
+    /// Whether our interrupt stopped the thread, not job control.
     pub by_us: bool,
     pub is_main_thread: bool,
-    /// A `syscall` instruction: the trampoline's if there is one.
+    /// The address of a `syscall` instruction: the trampoline's if there is one.
     pub instruction: u64,
     pub trampoline: Option<Trampoline>,
     pub stack_check: Option<StackCheck>,
@@ -125,7 +126,7 @@ pub struct Tracee<'a> {
 pub struct StopResult {
     pub made: usize,
     pub end: StopEnd,
-    /// Registers were borrowed without a return frame.
+    /// Whether the thread had borrowed registers and no return frame.
     pub unguarded: bool,
     pub away_ns: u64,
 }
@@ -141,8 +142,8 @@ impl Tracee<'_> {
         frame: &mut ReturnFrame,
     ) -> StopResult {
         let tid = self.tid;
-        // We do this first, whatever happens next: if we released the thread or died before it, the thread would see an
-        // EINTR.
+        // We repair the registers first, whatever happens next: if we released the thread or died before, the thread
+        // would see an EINTR.
         let Ok(original) = repair(tid, self.by_us) else { return self.let_go(StopEnd::Gone) };
         fault::point("stopped");
         if let Some(unusable) = self.unusable(&original) {
@@ -155,8 +156,8 @@ impl Tracee<'_> {
         if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
             return self.let_go(StopEnd::Unstable);
         }
-        // This only checks whether we may suspend filters. We clear the option before the thread runs, and set it again
-        // within each call.
+        // Here we only check whether we may suspend the thread's seccomp filters. We clear the option before the thread
+        // runs, and set it again within each call.
         let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
         if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
             return self.let_go(StopEnd::Gone);
@@ -200,7 +201,7 @@ impl Tracee<'_> {
         clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }
 
-    /// Writes the return frame. Returns false if we've written nothing.
+    /// Writes the return frame. Returns false if that wasn't possible: then the thread's memory is as before.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
         frame.prepare(self.tid, &goal, mask, trampoline, |bytes| {
@@ -208,7 +209,7 @@ impl Tracee<'_> {
         }) && frame.write(self.tid)
     }
 
-    /// If the thread is in `restart_syscall` since an earlier stop: the number of the call that continues there.
+    /// If an earlier stop has made the thread enter `restart_syscall`: the number of the call that it continues there.
     fn number_restarted(&self, original: &Registers) -> Option<i64> {
         if signed(original.orig_rax) != libc::SYS_restart_syscall {
             return None;
@@ -234,8 +235,8 @@ impl Tracee<'_> {
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
             return Some(StopEnd::Unstable);
         }
-        // The kernel dispatches calls before the entry stop, so the thread would get SIGSYS. The request is unknown
-        // before Linux 6.4.
+        // With syscall user dispatch, the kernel raises SIGSYS before the thread reaches the stop at a call's entry.
+        // Before Linux 6.4 we can't ask for the setting.
         if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
             return Some(StopEnd::Dispatched);
         }
@@ -253,7 +254,8 @@ impl Tracee<'_> {
         if area == 0 {
             return false;
         }
-        // The kernel clears this pointer late, so it may still point to a section that is over. We compare the range.
+        // The kernel clears this pointer late, so it may still point to a section that is over. So we check whether the
+        // thread is inside the section.
         let section = self.word(area.wrapping_add(SECTION_IN_AREA));
         if section == 0 {
             return false;
@@ -346,8 +348,8 @@ impl Calling<'_> {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
-                // When we resume the thread, it gets past the signals that are pending, so the same one doesn't
-                // interrupt again.
+                // When we resume the thread, it first gets past the signals that are pending now, so they don't
+                // interrupt the call again.
                 if !(-516..=-512).contains(&*answer) {
                     break;
                 }
@@ -365,7 +367,8 @@ impl Calling<'_> {
         progress: &AttemptProgress,
     ) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
-        // With a return frame the thread is already heading for the entry of `rt_sigreturn`, where the call takes over.
+        // With a return frame the thread is already heading for the entry of `rt_sigreturn`, where we replace that call
+        // by ours.
         if self.trampoline.is_none() {
             let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
             ptrace::set_registers(tid, &registers)?;
@@ -377,7 +380,7 @@ impl Calling<'_> {
         let mut is_ours = true;
         let mut interrupted = false;
         let mut unused = 0;
-        // Up to the entry the thread only returns to user space, where a freezer may hold it.
+        // Until it enters the call, all that the thread does is return to user space. A freezer may stop it on the way.
         let mut until_ns = clock_ns().saturating_add(limits.stop_ns).min(end_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
@@ -403,7 +406,7 @@ impl Calling<'_> {
                     };
                 }
                 TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
-                // Job control stopped it. Once we detach, the thread joins its group's stop again.
+                // Job control stopped the thread. Once we detach, the thread stops with its group again.
                 TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid)?,
                 TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
                 TraceeEvent::Gone => return Err(CallFailure::Gone),

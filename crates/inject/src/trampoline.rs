@@ -1,5 +1,5 @@
-//! Finds two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]).
-//! `syscall; ret` is where it makes the calls. The other piece is the function by which signal handlers return
+//! Finds two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]). At
+//! the first, `syscall; ret`, the thread makes the calls. The second is the function by which signal handlers return
 //! (`__restore_rt` of glibc and musl, `sigreturn__sigaction` of Go).
 //!
 //! We search the executable mappings of files, and only pages that are mapped. Searching glibc takes a millisecond, so
@@ -27,7 +27,7 @@ const PROCESS_BYTES: u64 = 32 << 20;
 const MAPPINGS: usize = 1024;
 /// If we don't find both pieces in a process, we search it again after this time: more pages may be mapped by then.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);
-/// How many entries of each kind the cache holds. Beyond that we drop all of them and search again.
+/// How many files, and how many processes, the cache holds. When there are more, we drop all of that kind.
 const CACHED: usize = 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     found
 }
 
-/// Drops the cached pieces of a process whose code has changed, most likely by an exec.
+/// Drops the cached result for a process whose code has changed, most likely by an exec.
 pub fn forget(process: &Process) {
     cache().processes.remove(&process.key());
 }

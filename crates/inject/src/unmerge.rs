@@ -2,12 +2,12 @@
 //!
 //! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
 //! lock (`unmerge_ksm_pages`, mm/ksm.c). If we read a merged page from outside, the kernel copies it, too, while the
-//! target keeps running. So we do that first, in steps, and check the target's memory limits before each. Then one call
-//! unmarks a whole mapping and has little left to copy. We don't unmark a part of a mapping on its own: that would
-//! split the mapping, and a program that moves its memory just then would notice. There are two exceptions, where we
-//! unmark a mapping in steps. One is processes with many zero pages that ksmd has replaced by the kernel's zero page:
-//! only the call unmerges these. The other is kernels that don't tell merged from fork-shared pages: there our reads
-//! would copy both.
+//! target keeps running. So we first read all merged pages, in steps, and check the target's memory limits before each
+//! step. Then one call unmarks a whole mapping and has little left to copy. We don't unmark a part of a mapping on its
+//! own: that would split the mapping, and a program that moves its memory just then would notice. In two cases we do
+//! unmark a mapping in steps. In the first, ksmd has replaced many pages of the process by the kernel's zero page: only
+//! the call unmerges those. In the second, the kernel doesn't tell merged from fork-shared pages, and our reads would
+//! copy both.
 
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
 use pagefold_engine::relief::UNMERGE_STEP;
@@ -31,11 +31,11 @@ use thiserror::Error;
 /// How long we keep trying a target that is too busy to be stopped, and the pause between tries.
 const RETRY_LIMIT: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// How much address space we copy from outside after one check of the limits: 2 MiB, 2 ms at about a gigabyte a second.
+/// How much address space we copy from outside between two checks of the limits: 2 MiB, some 2 ms.
 const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// How much address space one call unmarks if it has to make the copies.
 const STEP_BYTES: u64 = 4 * COPY_BYTES;
-/// How much address space one call unmarks if it copies little. Walking that takes some 40 ms at most.
+/// How much address space one call unmarks if it copies little. Walking that much takes the kernel some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
 /// How long a call that unmarks may take, including its wait for the mmap lock.
 const CALL_NS: u64 = 1_000_000_000;
@@ -51,7 +51,7 @@ pub struct Unmerged {
     pub mappings: Vec<UnmarkedMapping>,
 }
 
-/// A mapping that was marked before its process was unmerged.
+/// A mapping that was marked when we began to unmerge its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnmarkedMapping {
     pub start: u64,
@@ -101,21 +101,21 @@ impl UnmergeError {
     }
 }
 
-/// Cuts an address range into pieces that one call may unmark: the start of each, and its length in bytes.
+/// Cuts an address range into pieces of `step` bytes at most. Yields the start of each, and its length in bytes.
 pub fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
     let by = usize::try_from(step.0).unwrap_or(usize::MAX);
     (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
 }
 
-/// How much of a process's address space one call may unmark: little if the call itself has to make the copies.
+/// How much of a process's address space one call may unmark: little if the call itself must copy many merged pages.
 pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
     let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !shows_merged();
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes calls that unmark, one by one, each after we've made its copies. Fails when the process's memory limits leave
-/// no room for the next step. `report` shows how far we got, also after an error.
+/// Makes `calls`, which unmark memory, one by one. Before each, copies the pages that the call would copy. Fails when
+/// memory limits leave no room for the next step. `report` shows how far we got, also after an error.
 pub fn unmark_in_steps(
     process: &Process,
     program: &ProgramId,
@@ -149,7 +149,8 @@ pub fn unmark_in_steps(
     Ok(())
 }
 
-/// Copies the merged pages of an address range. Fails when the process's memory limits leave no room for the next step.
+/// Gives each merged page of an address range its own copy. Fails when the process's memory limits leave no room for
+/// the next step.
 fn copy_merged(
     reader: &mut PageReader,
     process: &Process,
@@ -202,7 +203,7 @@ pub fn unmerge(
     let ran = unmark_all(process, &program, injector, roots, before.clone(), &mut done.longest_stop_ns);
     match (&ran, MarkState::of(process)) {
         (_, Ok(after)) => done.record(&before, &after),
-        // We can't read what was unmarked.
+        // We've made all calls, but can't read their effect.
         (Ok(()), Err(error)) => return Err(error.into()),
         (Err(_), Err(_)) => {}
     }
@@ -211,7 +212,8 @@ pub fn unmerge(
     Ok(())
 }
 
-/// Copies merged pages in unmarked mappings: the process shared them through fork when a relative's memory was merged.
+/// Unmerges pages in unmarked mappings: when ksmd merges a page that two processes share since a fork, the page can end
+/// up merged in both, though only one of them is marked.
 pub fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeError> {
     let mut copied = Pages(0);
     if !shows_merged() {
@@ -267,7 +269,7 @@ fn unmark_all(
 }
 
 impl Unmerged {
-    /// Computes what was unmarked and unmerged, from the states before and after.
+    /// Computes how much was unmarked and unmerged, from the states before and after.
     fn record(&mut self, before: &MarkState, after: &MarkState) {
         self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
         for &(start, end) in &before.marked {
@@ -295,7 +297,7 @@ impl MarkState {
         Ok(Self::new(&read_marked(process)?, KsmStat::of(process)?))
     }
 
-    /// The state of a process that has these marked mappings.
+    /// `details` are the process's marked mappings.
     pub fn new(details: &[VmaDetail], stat: KsmStat) -> Self {
         let mut marked = Vec::new();
         let mut merged_kib: u64 = 0;
@@ -327,8 +329,8 @@ impl MarkState {
         for &(start, end) in &self.marked {
             calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
         }
-        // The prctl ends the marking of future mappings, but also unmarks all the rest at once. So we only make it once
-        // the rest is no more than a step.
+        // The prctl ends the marking of future mappings, but also unmarks all that's left at once. So we only make this
+        // call once no more than a step is left to copy.
         if self.merge_any && self.copies_kib <= STEP_BYTES / 1024 {
             calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         }

@@ -1,12 +1,12 @@
-//! The injector, the process that makes calls in targets; and the protocol by which others ask it to.
+//! The injector, a process that makes system calls in other processes, and the protocol by which we ask it for them.
 //!
 //! If a tracer dies while a target has borrowed registers, the target may die, too. So the tracer is a process of its
 //! own that does nothing else, ignores every signal that it can ignore, and is out of reach of ctrl-C. It ends when the
 //! process that started it has ended (end of file), but never while it holds a target.
 //!
-//! The process that uses the injector has it started ([`super::starter`]) or connects to a socket, where a service
-//! manager starts one for each connection. Either way the injector stays out of the seccomp filters of its user and of a
-//! hardened service: no tracer under a filter may suspend its targets' filters.
+//! Its user either has it started ([`super::starter`]) or connects to a socket, where a service manager starts an
+//! injector for each connection. Either way the injector stays out of the seccomp filters of its user and of a hardened
+//! service: no tracer under a filter may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
@@ -39,7 +39,8 @@ pub struct Request {
     id: u64,
     pid: i32,
     start_time_ticks: u64,
-    /// The program to make the calls in. `None`: whichever the process runs, and shares of our time don't apply.
+    /// The program that the process must be running. `None`: any program; then no limit on its user's or cgroup's share
+    /// of our time applies either.
     program: Option<ProgramId>,
     pub calls: Vec<Call>,
     pub limits: Limits,
@@ -66,7 +67,7 @@ pub(super) struct Connection {
     /// The part of the next reply that we've read.
     pending: Vec<u8>,
     last_id: u64,
-    /// We've written only part of a request, so the injector would misread the next one.
+    /// Whether we've written only part of a request, so that the injector would misread the next one.
     broken: bool,
     refusal: Option<String>,
     cpu_ns: u64,
@@ -270,7 +271,7 @@ pub(super) fn wait_briefly(child: &mut Child) {
     }
 }
 
-/// How long a reply may take: all limits used up, with two attempts at each batch.
+/// How long a reply may take, if the calls use up all limits and each batch needs two attempts.
 pub fn reply_limit(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
@@ -290,7 +291,7 @@ fn malformed(error: &serde_json::Error) -> InjectError {
     InjectError::Protocol { what: error.to_string() }
 }
 
-/// Runs the injector: replies to the requests on standard input until its end. Makes no call that isn't `allowed`.
+/// Runs the injector: replies to the requests on standard input until its end. Only makes calls that are `allowed`.
 pub fn serve(allowed: fn(&Call) -> bool) -> ! {
     confine();
     pagefold_procmem::os::fault::init();
@@ -308,7 +309,7 @@ pub fn serve(allowed: fn(&Call) -> bool) -> ! {
             Ok(0) | Err(_) => break,
             Ok(_) => {}
         }
-        // A line without an end: the process that sent it died in the middle of a request.
+        // If the line has no newline, the process that sent it died in the middle of the request.
         if line.last() != Some(&b'\n') {
             break;
         }
