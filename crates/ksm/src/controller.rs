@@ -1,4 +1,5 @@
-//! Makes ksmd scan, pace or rest as the daemon orders, on a thread of its own, because KSM's files may block.
+//! Carries out the daemon's orders to ksmd (scan once, scan at a given pace, rest) on a thread of its own, because
+//! writes to KSM's files may block.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tracing::debug;
 
-/// What has become of our orders.
+/// Which order to ksmd is in force, and what the earlier ones came to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KsmdStatus {
     /// The last order that the thread has begun.
@@ -27,7 +28,7 @@ pub struct KsmdStatus {
     pub under_way: bool,
     pub scans: u64,
     pub lost_kicks: u64,
-    /// Kicks that started no scan because nothing is registered.
+    /// Ordered scans that didn't start, because no process is registered with KSM.
     pub empty: u64,
     /// Duration of the last ordered scan, nanoseconds.
     pub last_scan_ns: u64,
@@ -35,7 +36,7 @@ pub struct KsmdStatus {
     pub stood_down: Option<String>,
 }
 
-/// Carries out orders to ksmd. Dropping this ends the thread; the knobs stay until the [`KsmLease`] restores them.
+/// Carries out orders to ksmd. Dropping this ends the thread. The knobs stay set until the [`KsmLease`] restores them.
 #[derive(Debug)]
 pub struct KsmdController {
     shared: Arc<Shared>,
@@ -57,7 +58,8 @@ struct Orders {
 }
 
 impl KsmdController {
-    /// Starts the thread. `ksmd` is `None` where we can't see it. Then it takes us longer to notice a lost kick.
+    /// Starts the thread. `ksmd` is `None` where /proc doesn't show ksmd. Then it takes us longer to notice a lost
+    /// kick.
     pub fn start(lease: &KsmLease, ksmd: Option<Ksmd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let writer = lease.writer().clone();
@@ -83,12 +85,12 @@ impl KsmdController {
         }
     }
 
-    /// Whether the last order is done: the kicked scan has ended, or the new pace or rest is in force.
+    /// Whether the last order is carried out: the ordered scan has ended, or ksmd has the new pace, or rests.
     pub fn idle(&self) -> bool {
         !self.shared.orders().status.under_way
     }
 
-    /// Waits at most `limit` until [`Self::idle`], and returns it.
+    /// Waits until [`Self::idle`], at most `limit`. Returns false if the time is up.
     pub fn wait_idle(&self, limit: Duration) -> bool {
         let orders = self.shared.orders();
         let (orders, _) = self
@@ -132,7 +134,7 @@ pub enum ScanError {
 }
 
 /// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, then ends the lease. Each scan
-/// and the restoring may take `limit`.
+/// may take `limit`, and so may restoring the knobs.
 pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutcome, ScanError> {
     if lease.ksm().anything_merged()? {
         let controller = KsmdController::start(&lease, Ksmd::find()?).map_err(ScanError::Thread)?;
@@ -177,7 +179,7 @@ struct Worker {
     shared: Arc<Shared>,
     /// The original value of `smart_scan`. `None` if the kernel lacks the knob (before Linux 6.7).
     smart_scan: Option<u64>,
-    /// Whether the next batch begins a scan, rather than resuming one.
+    /// Whether ksmd's next batch begins a new scan rather than resuming one.
     at_start: bool,
     pacing: bool,
 }
@@ -265,8 +267,8 @@ impl Worker {
         }
         if !self.at_start && self.scan()? {
             let orders = self.shared.orders();
-            // That scan only finished an earlier one. Unless there's a new order other than a kick, we scan again, from
-            // the beginning.
+            // That scan only finished an earlier one. So ksmd scans again, from the beginning, unless a new order says
+            // something other than scan.
             if orders.quit || orders.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
                 drop(orders);
                 self.at_start = true;

@@ -1,6 +1,7 @@
-//! We open every file once and then read it by `pread` at offset 0, which makes sysfs produce the text again: all
-//! eleven counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`, `max_page_sharing` and
-//! `merge_across_nodes` do, so they block until the end of ksmd's batch. Other writes never block.
+//! KSM's files in sysfs. We open each of them once and then read it by `pread` at offset 0, which makes sysfs produce
+//! the text again: eleven reads take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`,
+//! `max_page_sharing` and `merge_across_nodes` do, so they block until the end of ksmd's batch. Other writes never
+//! block.
 
 use super::counters::KsmCounters;
 use super::knobs::{Knob, Knobs};
@@ -59,7 +60,7 @@ const OPTIONAL: [&str; 3] = ["pages_scanned", "ksm_zero_pages", "advisor_mode"];
 #[derive(Debug)]
 pub struct Ksm {
     root: PathBuf,
-    /// The open files by name. Files that this kernel lacks aren't there.
+    /// The open files by name, except files that this kernel lacks.
     files: BTreeMap<&'static str, File>,
 }
 
@@ -147,7 +148,8 @@ impl Ksm {
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
         debug!(target: "ksm", "setting {} to {value}", knob.file_name());
-        // Sysfs ignores truncation. A copy of the directory needs it, or "5" would change "100" into "500".
+        // Sysfs ignores truncation, but plain files need it (tests have a copy of the directory): "5" would change
+        // "100" to "500".
         let mut file = fault::io("write:knob")
             .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))
             .map_err(|error| KsmError::from_io(&path, error))?;

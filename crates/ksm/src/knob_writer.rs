@@ -1,8 +1,8 @@
 //! Sets KSM's knobs during a lease and records every change.
 //!
 //! We record a change in the state file before we make it. Later we compare our record with the kernel's values, and
-//! once another program has changed a knob, we make no more changes. We never lock the record while the kernel blocks a
-//! write, so that checks stay prompt.
+//! once another program has changed a knob, we make no more changes. We don't hold the record's lock while the kernel
+//! blocks a write, so a check never has to wait.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::Knob;
@@ -50,7 +50,8 @@ pub enum KnobError {
 #[derive(Debug)]
 pub(crate) struct KnobWriter {
     pub(crate) ksm: Arc<Ksm>,
-    /// We release this when everything is restored, or with the last thread that may still write.
+    /// The lock that keeps other programs from driving KSM. We release it when all knobs are restored, or when the last
+    /// thread that may still write ends.
     lock: Mutex<Option<Lock>>,
     pub(crate) state_path: PathBuf,
     /// Allows one write at a time. A thread holds this while the kernel blocks its write.
@@ -147,7 +148,7 @@ impl KnobWriter {
         self.ending.store(true, Ordering::Release);
     }
 
-    /// Waits for a write that began before [`Self::announce_end`], so that we restore that knob as well.
+    /// Waits for a write that began before [`Self::announce_end`], so that we restore the knob that it sets, too.
     pub(crate) fn wait_for_write(&self) {
         drop(locked(&self.writing));
     }
@@ -175,8 +176,8 @@ impl KnobWriter {
         }
     }
 
-    /// Sets a knob that we've already changed to a value that recovery recognizes without a record. Only two knobs have
-    /// such values, and writing these two never blocks.
+    /// If we've changed this knob before, sets it to a value that recovery recognizes as ours without a record. Only
+    /// two knobs have such values, and writing these two never blocks.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value
@@ -187,7 +188,7 @@ impl KnobWriter {
         }
     }
 
-    /// Writes the original value of a knob. Checks and records nothing: the caller has compared the present value.
+    /// Writes the original value of a knob. Checks and records nothing: the caller has checked the present value.
     pub(crate) fn write_original(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let _one = locked(&self.writing);
         self.ksm.write(knob, value)

@@ -95,9 +95,9 @@ impl Knobs {
         }
     }
 
-    /// If a pagefold has left KSM changed, the knobs that differ from the kernel's defaults, with their values. We
-    /// recognize that by values that only pagefold sets: a sleep without end, or everything scanned in one batch. A
-    /// state file may be missing then, because it's out of our sight or was lost with a file system at /run.
+    /// If a pagefold has ended without restoring KSM, the knobs that differ from the kernel's defaults, with their
+    /// values. We recognize this by values that only pagefold sets: an endless sleep, or a batch that scans everything.
+    /// A state file may not exist, because the file system at /run was lost or isn't the one that we see.
     pub fn orphaned(&self) -> Vec<(Knob, u64)> {
         if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
             return Vec::new();

@@ -1,6 +1,7 @@
-//! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file,
-//! and restores its changes when it ends: by [`KsmLease::restore`] or when dropped. After a crash the next start
-//! restores them ([`recover`]). Once another program has changed a knob, we never write it again.
+//! A [`KsmLease`] is the right to set KSM's knobs. It begins only while no other program drives KSM, records the
+//! original value of every knob in a file, and restores its changes when it ends: by [`KsmLease::restore`] or when
+//! dropped. After a crash the next start restores them ([`recover`]). Once another program has changed a knob, we never
+//! write it again.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -17,7 +18,7 @@ use std::time::Duration;
 use thiserror::Error;
 use tracing::debug;
 
-/// How long a lease waits for ksmd when we drop the lease.
+/// How long a dropped lease waits for ksmd to end a scan.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why we couldn't take KSM over.
@@ -28,7 +29,7 @@ pub enum TakeError {
     /// We've got the lock, but the process in the state file is alive: it was started with another lock file.
     #[error("KSM is held by process {pid}, which uses another lock file")]
     Busy { pid: i32 },
-    /// We can't restore the changes of an earlier run yet, because ksmd is in a scan that it ordered.
+    /// We can't undo the changes of an earlier run yet, because ksmd is in a scan that this run ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
     /// Another pagefold holds the lock, or we can't open it.
@@ -83,7 +84,7 @@ impl Default for KsmPaths {
 /// 6,500). Reverse-map walks are a sixteenth as long as with 65536.
 pub const INITIAL_KNOBS: [(Knob, u64); 2] = [(Knob::MaxPageSharing, 4096), (Knob::UseZeroPages, 1)];
 
-/// KSM, taken over. Dropping this restores it.
+/// The right to set KSM's knobs. Dropping this restores them.
 #[must_use = "KSM is restored when this is dropped"]
 #[derive(Debug)]
 pub struct KsmLease {
@@ -114,7 +115,7 @@ impl KsmLease {
         }
         let now = ksm.values()?;
         let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
-        // If an earlier run couldn't restore a knob, its original value is the one from before that run.
+        // If an earlier run couldn't restore a knob, the knob's original value is the one from before that run.
         if let Some(earlier) = State::load(&paths.state)? {
             for (knob, values) in earlier.turned {
                 if now.get(&knob).is_some_and(|value| values.contains(value)) {
@@ -197,7 +198,7 @@ impl Drop for KsmLease {
     }
 }
 
-/// Restores the knobs that an ended run left changed or had to defer. `None` if there was nothing to do.
+/// Restores the knobs that an ended run left changed. `None` if there was nothing to do.
 pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     State::sweep(&paths.state);
     let Some(state) = State::load(&paths.state)? else { return Ok(None) };
@@ -216,7 +217,8 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {
         let Some(value) = ksm.read(knob)? else { continue };
-        // If another program has set the value, we expect one of ours here, so restoring finds the knob overridden.
+        // If another program has set this value, we expect one of ours instead, so that restoring finds the knob
+        // overridden.
         let ours = if state.is_ours(knob, value) { value } else { values.last().copied().unwrap_or(value) };
         now.insert(knob, ours);
     }

@@ -18,12 +18,12 @@ pub const LOCK_PATH: &str = "/run/pagefold/lock";
 /// How long we wait between attempts to take the lock. `flock` itself has no time limit.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
-/// How long we wait while others have the lock only to look at it ([`holder`]). Usually they take microseconds, but
-/// more if they wait for a processor.
+/// How long we wait for processes that lock the file only to find out who has the lock ([`holder`]). That usually takes
+/// microseconds, but longer if they wait for a processor.
 const LOOK_LIMIT: Duration = Duration::from_secs(2);
-/// How long we wait between these attempts.
+/// The pause between two attempts to take the lock meanwhile.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
-/// A program holds the lock if we find it locked exclusively this many times. Others who look lock it shared.
+/// If we find the file locked exclusively this many times, a program has the lock: [`holder`] locks it shared.
 const TRIES: u32 = 50;
 
 #[derive(Debug, Error)]
@@ -49,7 +49,7 @@ struct LockFile {
 }
 
 impl Lock {
-    /// Takes the lock if it's free. Waits while somebody else only looks at it ([`holder`]).
+    /// Takes the lock if it's free. Waits while another process only checks who has it ([`holder`]).
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
         let mut file = open(path).map_err(|error| from_io(path, error))?;
         let try_lock = |how| flock(&file, how).map_err(|source| LockError::Io { path: path.into(), source });
@@ -57,7 +57,7 @@ impl Lock {
         let mut refused = 0;
         while !try_lock(FlockOperation::NonBlockingLockExclusive)? {
             if try_lock(FlockOperation::NonBlockingLockShared)? {
-                // The other process has a shared lock, so it only looks.
+                // The other process has a shared lock, so it's in [`holder`].
                 try_lock(FlockOperation::Unlock)?;
             } else {
                 refused += 1;
@@ -99,7 +99,7 @@ impl Drop for LockFile {
     }
 }
 
-/// Finds the holder of the lock at `path`. Neither takes nor creates the lock. `None` if it's free.
+/// Finds the holder of the lock at `path`. Neither takes the lock nor creates the file. `None` if the lock is free.
 pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
         Ok(file) => file,

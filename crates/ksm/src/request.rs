@@ -1,4 +1,4 @@
-//! `/dev/ksm`: merging the pages that we name, and hashing pages in place.
+//! `/dev/ksm`, by which we ask the kernel to merge pairs of pages, and to hash pages without our reading them.
 //!
 //! `kernel/include/linux/ksm.h` defines the interface. Kernels with the series in `kernel/patches` provide it, and
 //! stock kernels with the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them, so
@@ -22,14 +22,14 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// How many ranges and pages we name in one call, at most. Such a call takes some milliseconds, and then we ask our
+/// How many ranges and pages we pass in one call, at most. Such a call takes some milliseconds, and then we ask our
 /// caller whether to go on. The kernel would allow more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
 /// If a signal ends this many calls in a row before they do anything, we leave the rest untried.
 const IN_VAIN_MOST: u32 = 1000;
-/// If a call of at least this many pages finds that all differ, we leave the rest untried: the digests that named them
-/// are worthless.
+/// If a call of at least this many pages finds that all differ, we leave the rest untried: the digests by which we
+/// chose them are worthless.
 const DIFFERING_MOST: usize = 1024;
 
 /// `struct ksm_merge_range`
@@ -146,7 +146,8 @@ pub struct Range<'a> {
     pub address: u64,
     pub pages: u32,
     pub kept: Kept<'a>,
-    /// How many processes may map a kept page that isn't merged yet. 0: any number, or we keep the zero page.
+    /// The kernel merges with a kept page that isn't merged yet only if at most this many processes map it. 0: any
+    /// number, or the zero page is kept.
     pub keep_mappers: u32,
 }
 
@@ -164,11 +165,11 @@ pub struct Merged {
 pub struct Hashed<'a> {
     pub process: BorrowedFd<'a>,
     pub address: u64,
-    /// The key of the hash. It also determines in which order we hash a page's cache lines.
+    /// The key of the hash. It also determines in which order the kernel hashes a page's cache lines.
     pub key: u64,
-    /// How many cache lines of each page the hashes that we have cover; 0 if we have none.
+    /// How many cache lines of each page the present hashes cover; 0 if there are none yet.
     pub from: u32,
-    /// How many cache lines of each page the hashes should cover.
+    /// How many cache lines of each page the new hashes are to cover.
     pub to: u32,
 }
 
@@ -193,7 +194,7 @@ impl RequestDevice {
         let nobody = RawRange { nr_pages: 1, keep_pidfd: -1, take_pidfd: -1, keep_mappers: 1, ..RawRange::default() };
         let mut ranges = [nobody];
         match device.call(&mut ranges, &mut [0]) {
-            // It doesn't know `keep_mappers`: otherwise it would say that these are no processes.
+            // The kernel doesn't know `keep_mappers`: otherwise its error would be that the pidfds are invalid.
             Ok(_) if ranges[0].status == -libc::EINVAL => return Err(RequestError::Version { path }),
             Ok(_) => {}
             // The number of an ioctl contains the size of its argument, so if another version changed the structure's
@@ -203,7 +204,7 @@ impl RequestDevice {
             }
             Err(source) => return Err(RequestError::Io { path, source }),
         }
-        // A kernel that knows the call fails with EINVAL, because we name no page.
+        // If the kernel knows the call, it fails with EINVAL, because we pass no page.
         let refused = device.call_hash(&mut RawHash { version: ABI_VERSION, pidfd: -1, ..RawHash::default() }, &mut []);
         device.hashes = refused.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
         Ok(device)
@@ -222,7 +223,7 @@ impl RequestDevice {
 
     /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 means
     /// that the page has none, since it isn't anonymous or can never be merged. If `from` is above 0, the kernel skips
-    /// such pages. Can block on the process's mmap lock. Each call to the kernel takes some milliseconds.
+    /// pages with a hash of 0. Can block on the process's mmap lock. Each call to the kernel takes some milliseconds.
     ///
     /// # Errors
     /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if we may not read it.

@@ -42,10 +42,10 @@ impl RestoreOutcome {
     }
 }
 
-/// A write to `run` blocks until the end of ksmd's batch, which may never come if a program keeps its mmap lock. Nobody
-/// can kill a thread that is blocked there, so our process couldn't end either. So we first make ksmd's next batch
-/// empty, which never blocks, and write `run` when ksmd rests. If the process ends before that, ksmd does nothing after
-/// its batch, and the next start continues from the state file.
+/// Restores all changed knobs. A write to `run` blocks until the end of ksmd's batch, which may never come if a program
+/// keeps its mmap lock. Nobody can kill a thread that is blocked there, so our process couldn't end either. So we first
+/// make ksmd's next batch empty, which never blocks, and write `run` when ksmd rests. If the process ends before that,
+/// ksmd does nothing after its batch, and the next start continues from the state file.
 pub(crate) fn restore(writer: &Arc<KnobWriter>, limit: Duration) -> RestoreOutcome {
     writer.announce_end();
     let progress = RestoreOutcome { pending: to_restore(writer), ..RestoreOutcome::default() };

@@ -1,4 +1,4 @@
-//! Making ksmd scan once: the kick, and the wait for the end of the scan.
+//! Makes ksmd scan once: we wake it (a kick), and wait for the end of the scan.
 //!
 //! How ksmd reacts (read in 6.12's `mm/ksm.c`, each point confirmed on 6.18 by `tests/ksm_live.rs`):
 //!
@@ -34,13 +34,13 @@ const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 /// machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
-/// The same limit where ksmd is hidden and we only see its counters.
+/// The same limit where /proc hides ksmd, so that we only see the counters.
 const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 
 /// After this many lost kicks we conclude that nothing is registered.
 const MAX_KICKS: u32 = 3;
 
-/// The caller's way to read and set knobs, and to end our waits.
+/// How the scan reads and sets knobs, and how the caller ends its waits.
 pub trait ScanKnobs {
     type Error: From<KsmError>;
 
@@ -58,7 +58,7 @@ pub trait ScanKnobs {
     fn check(&self) -> Result<(), Self::Error>;
 }
 
-/// One finished attempt at a scan.
+/// The result of [`scan_once`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scan {
     /// Whether there was a scan. False if every kick was lost, because nothing is registered.
@@ -133,7 +133,7 @@ fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> R
     let rests = match ksmd {
         // ksmd's state costs more to read than the counter, so we only read it while the counter stands still.
         Some(_) if quiet.moves(scanned) => Some(false),
-        // If we can't read ksmd's state, we treat it as hidden.
+        // If we can't read ksmd's state, we go by the counter alone.
         Some(ksmd) => ksmd.rests().ok(),
         None => None,
     };

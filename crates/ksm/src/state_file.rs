@@ -17,7 +17,7 @@ pub const STATE_PATH: &str = "/run/pagefold/ksm-state.json";
 
 const SCHEMA: &str = "pagefold.ksm-state/1";
 
-/// At this value or above, `sleep_millisecs` is an endless sleep: the kernel takes it for negative.
+/// From this value on, `sleep_millisecs` means an endless sleep: to the kernel it's negative.
 pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
 /// Why we couldn't read or write the file.
@@ -69,7 +69,7 @@ pub struct State {
     schema: String,
     /// The boot during which we set the knobs. After another boot the knobs have the kernel's values again.
     pub boot_id: String,
-    /// The process that set the knobs. `None` once all but the deferred ones are restored.
+    /// The process that set the knobs. `None` once all are restored but those that must wait until nothing is merged.
     pub holder: Option<Holder>,
     pub original: BTreeMap<Knob, u64>,
     /// The knobs that we've set, each with the values that it can have if no other program has changed it.
