@@ -10,7 +10,7 @@ use std::io;
 use std::os::unix::fs::{DirEntryExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// We look up at most this many cgroups: the given one and its descendants.
+/// How many cgroups we look up, at most: the given one and its descendants.
 const CGROUPS_MOST: usize = 16_384;
 
 /// The frames charged to one cgroup and its descendants.
@@ -31,7 +31,7 @@ impl Charges {
         Ok(Self { words: KpageFlags::open_at(file)?, cgroups: inodes_below(dir)? })
     }
 
-    /// Tells for each frame whether it is charged to these cgroups.
+    /// Whether each of the frames is charged to one of these cgroups.
     pub fn look_up(&mut self, frames: &[u64]) -> io::Result<Vec<bool>> {
         let mut charged = vec![false; frames.len()];
         let cgroups = &self.cgroups;
@@ -46,8 +46,8 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     inodes.insert(fs::metadata(dir)?.ino());
     let mut left: Vec<PathBuf> = vec![dir.to_owned()];
     while let Some(dir) = left.pop() {
-        // Somebody may have just removed the directory, or nested cgroups beyond the longest path. What is charged to the
-        // other cgroups must be found all the same.
+        // If we can't list a directory, somebody has just removed it, or nested cgroups until its path was too long. We
+        // must still count the frames of the other cgroups.
         let Ok(entries) = fs::read_dir(&dir) else { continue };
         for entry in entries.map_while(Result::ok) {
             let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());

@@ -42,7 +42,7 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
 /// needs CAP_SYS_NICE.
 ///
 /// # Errors
-/// We can't read the process. Extents that the kernel refuses to collapse stay as they are.
+/// If we can't read the process. Extents that the kernel refuses to collapse stay as they are.
 pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64, ReadError> {
     let pagemap = Pagemap::open(process)?;
     let mut done = 0;

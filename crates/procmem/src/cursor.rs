@@ -27,7 +27,7 @@ pub struct ReadCursor {
 }
 
 impl ReadCursor {
-    /// Reads about `most` resident pages, starting at the cursor. The ranges must ascend. Returns whether anything is
+    /// Reads up to `most` resident pages, starting at the cursor. The ranges must ascend. Returns whether anything is
     /// left to read.
     ///
     /// # Errors

@@ -34,7 +34,7 @@ impl Headroom {
     }
 }
 
-/// How much memory a process can still allocate. Counts page cache as free as far as the kernel can reclaim it.
+/// How much memory a process can still allocate. Page cache counts as free if the kernel can reclaim it.
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Headroom, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
@@ -45,7 +45,7 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
     least_of(&cgroups, proc_root, cgroup_root).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
 }
 
-/// A limit that we can't read is an error, not the absence of a limit.
+/// The headroom by the tightest limit. If we can't read a limit, that's an error, and doesn't mean that there's none.
 fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
     let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
     for cgroup in cgroups {

@@ -1,4 +1,4 @@
-//! Which program a process is running, to notice an exec.
+//! Identifies the program that a process is running, so that we notice an exec.
 
 use crate::file_id::FileId;
 use crate::process::{Process, ReadError};
@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel
-/// chooses at random at each exec. A forked child has the same value as its parent until either calls exec. With address
-/// randomization off, strangers may have the same value, too. The bytes at `AT_RANDOM` would tell them apart, but
-/// reading them takes the lock of the memory map, and Go programs clear them.
+/// chooses at random at each exec. A forked child has the same value as its parent until either calls exec. With
+/// address randomization off, unrelated processes may have the same value, too. The bytes at `AT_RANDOM` would tell
+/// them apart, but reading them takes the lock of the memory map, and Go programs clear them.
 pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     // One read is enough: on every kernel the vector has some 20 pairs of words.
     let mut auxv = [0; 2048];
@@ -35,7 +35,7 @@ pub fn is_32_bit(process: &Process, auxv: &str) -> bool {
     auxv.get(4..8).is_some_and(|high| high != [0; 4])
 }
 
-/// The facts that a verdict on a process is based on: the program that it runs, its executable, and its user.
+/// The facts by which we judge a process: the execution of its program, its executable, and its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramId {
     pub image: u64,
@@ -58,8 +58,8 @@ pub fn effective_user(process: &Process) -> io::Result<u32> {
 }
 
 /// Compares the address spaces of two processes, in an order that the kernel chooses at boot (kcmp(2)). `Equal` means
-/// that both use the same one, as a vfork parent and its child do. `None` if the kernel doesn't tell us: one has ended,
-/// or we may not read it.
+/// that both use the same one, as a vfork parent and its child do. `None` if one of them has ended, or we may not read
+/// it.
 pub fn compare_address_spaces(one: &Process, other: &Process) -> Option<Ordering> {
     const KCMP_VM: libc::c_int = 1;
     // SAFETY: the call takes numbers only.

@@ -17,7 +17,7 @@ impl FrameFlags {
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
-    /// Not of a file on disk: anonymous, shared memory, or of a tmpfs.
+    /// The page is anonymous, shared memory, or of a tmpfs, rather than of a file on disk.
     pub const fn swap_backed(self) -> bool {
         self.0 & (1 << 14) != 0
     }

@@ -83,7 +83,8 @@ impl VmFlags {
         Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
     }
 
-    /// The flags without the mark, and without one that doesn't keep the kernel from joining mappings.
+    /// The flags without the mark (`mg`), and without soft-dirty (`sd`): the kernel also joins mappings that differ in
+    /// that.
     fn before_mark(mut self) -> Self {
         for bit in [*b"mg", *b"sd"].into_iter().filter_map(Self::bit) {
             self.0[bit / 64] &= !(1 << (bit % 64));
@@ -134,7 +135,7 @@ pub struct VmaDetail {
     pub vma: Vma,
     /// `Rss`: present pages of any kind.
     pub rss_kib: u64,
-    /// `Pss`: its part of these pages, where each is divided among its mappings.
+    /// `Pss`: like `Rss`, but each page divided by the number of its mappings.
     pub pss_kib: u64,
     /// `Anonymous`: present anonymous pages.
     pub anonymous_kib: u64,
@@ -150,12 +151,12 @@ pub struct VmaDetail {
     /// Size of the mapping before marks split it: the bytes of this one and of its neighbours that differ only in the
     /// mark.
     pub original_bytes: u64,
-    /// At least this much of it is pinned for I/O.
+    /// How much of the mapping is pinned for I/O, at least.
     pub pinned_kib: u64,
 }
 
 impl VmaDetail {
-    /// Whether KSM could merge pages of this mapping. Stacks of threads that sleep and guards have none.
+    /// Whether KSM could merge pages of this mapping. It can't in guard areas and unused stacks, which have no pages.
     fn can_be_merged(&self) -> bool {
         !self.vma.perms.shared && (self.anonymous_kib > 0 || self.swap_kib > 0 || self.flags.has(*b"mg"))
     }
@@ -177,7 +178,7 @@ impl VmaDetail {
     }
 }
 
-/// Kind of memory in a mapping. We show it to people, and group regions into families by it.
+/// The kind of memory in a mapping. We show it to users, and group similar regions by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionKind {
     Heap,
@@ -240,12 +241,12 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 }
 
 /// Of the mappings that KSM could merge, we consider at most this many per process. Each takes some 250 bytes while we
-/// read it, and as much again for its region. The kernel allows 65,530 mappings by default (`vm.max_map_count`), with
-/// names of 4,096 bytes each.
+/// read it, and as much again for the region that we make of it. The kernel allows 65,530 mappings by default
+/// (`vm.max_map_count`), with names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
-/// We list this many of the other mappings (shared memory, and private ones with no page written) one by one, and add up
-/// the rest; at most half of them are empty. Search servers map tens of thousands of files, and each thread has a guard
-/// page.
+/// We list this many of the other mappings (shared memory, and private ones with no page written) one by one, and add
+/// up the rest. At most half of the listed ones are empty. Search servers map tens of thousands of files, and each
+/// thread has a guard page.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -351,7 +352,7 @@ const MOST_KIB: u64 = 1 << 47;
 
 /// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
 /// some 10 ns per present page. Of the mappings that KSM can't merge we list at most `OTHERS_MOST`, and add the present
-/// pages of the rest to one of these, and empty parts of mappings that marks have split.
+/// pages of the rest to one of these. Empty parts of a mapping that marks have split are all listed.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if KSM could merge more than [`MAPPINGS_MOST`].
@@ -368,8 +369,8 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
 /// marked neighbours.
 ///
 /// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we
-/// haven't read to the part that we have. So we read a list without marked mappings again until the kernel says that
-/// there are none. Kernels before Linux 6.14 don't say so; there we stop after two such lists.
+/// haven't read to the part that we have. So if we find no marked mapping, we read the list again, until the kernel
+/// says that there is none. Before Linux 6.14 it doesn't say so, and we stop after two lists.
 ///
 /// # Errors
 /// [`ReadError::Moving`] if there are marked mappings but we never found one.
@@ -388,7 +389,7 @@ pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     Err(ReadError::Moving { pid: process.pid() })
 }
 
-/// Reads up to [`MAPPINGS_MOST`] mappings with merged pages other than zeros, marked or not.
+/// Reads up to [`MAPPINGS_MOST`] mappings, marked or not, that have merged pages other than zero pages.
 pub fn read_merged(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     let mut found = Details::default();
     match found.read(process.open_file("smaps")?, Names::Special, |detail| detail.ksm_kib.unwrap_or(0) > 0) {
@@ -425,9 +426,10 @@ pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(hugetlb_kib)
 }
 
-/// The kernel doesn't say which pages are pinned. But they're all present: if more pages are pinned than all other
-/// mappings have present, the excess is in this one. The same holds for all large private mappings together, such as the
-/// memory modules of a guest: if nearly all of them is pinned, we take all of it for pinned.
+/// Sets `pinned_kib` of each mapping. The kernel doesn't say which pages are pinned. But pinned pages are present: if
+/// more pages are pinned than all other mappings have present, the excess is in this mapping. The same holds for all
+/// large private mappings together, such as the memory modules of a guest: if nearly all of them is pinned, we take all
+/// of it for pinned.
 fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
     let is_large = |detail: &VmaDetail| {
         !detail.vma.perms.shared && detail.vma.inode == 0 && detail.vma.end - detail.vma.start >= GUEST_RAM_AT_LEAST
@@ -475,8 +477,8 @@ impl Details {
         if self.mergeable > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
     }
 
-    /// To be called once all lines of the last mapping are read: drops the mapping unless `keep` wants it, or counts
-    /// it.
+    /// Call this once all lines of the last mapping are read. Drops the mapping unless `keep` wants it, and counts it
+    /// otherwise.
     fn settle_last(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
         let Some(last) = self.found.pop().filter(keep) else { return };
         // An empty part belongs to the mapping before it if only the mark differs.

@@ -74,14 +74,14 @@ pub struct PageView<'a> {
     pub huge: bool,
     /// Whether the frame is part of a huge page of any size. Only known of pages that aren't private.
     pub compound: bool,
-    /// Private and active; false unless [`ReadHow::activity`] is set.
+    /// Whether the page is private, and on the kernel's active list; false unless [`ReadHow::activity`] is set.
     pub active: bool,
-    /// A merged page that only this process still maps, so that its state is private; false unless
+    /// Whether this is a merged page that only this process still maps (its state is private); false unless
     /// [`ReadHow::activity`] is set.
     pub lone: bool,
     /// Frame number: pages with equal numbers are the same memory.
     pub frame: Option<u64>,
-    /// Contents of private pages, and of merged and shared pages as [`ReadHow::contents`] requests.
+    /// The contents, for the pages that [`ReadHow::contents`] asks for.
     pub bytes: Option<&'a PageBytes>,
 }
 
@@ -103,7 +103,7 @@ pub struct PageReader {
 #[derive(Debug)]
 struct Files {
     pid: i32,
-    /// The thread that process_vm_readv names.
+    /// The thread whose ID we pass to process_vm_readv.
     tid: i32,
     start_time_ticks: u64,
     pagemap: Pagemap,
@@ -175,8 +175,8 @@ impl PageReader {
         })
     }
 
-    /// Finds pages like [`Self::read_runs`], but `digest` reads them: it gets runs of neighbouring pages, and fills in
-    /// their digests. A page that gets no digest counts as absent.
+    /// Like [`Self::read_runs`], but we don't read the pages: `digest` gets runs of adjacent pages, and fills in their
+    /// digests. A page for which it fills in none counts as absent.
     ///
     /// # Errors
     /// The errors of [`Self::read_runs`] and of `digest`.
@@ -417,7 +417,7 @@ impl PageReader {
 struct FoundFrame {
     page: Vpn,
     frame: u64,
-    /// Whether nobody else maps it.
+    /// Whether nobody else maps the frame.
     exclusive: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Placement of a process's memory on nodes: its home node, and moving the merged frames that it maps.
+//! Placement of memory on NUMA nodes: finds a process's home node, and moves the merged frames that it maps.
 
 use super::process::{Process, ReadError};
 use crate::os::fields::field;
@@ -10,7 +10,7 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_engine::units::Vpn;
 use std::io;
 
-/// Reads the facts for placement: a process's home node, nice value and the nodes it may use.
+/// Reads the facts that placement needs: a process's home node, its nice value and the nodes that it may use.
 pub fn owner_view(
     process: &Process,
     topology: &Topology,
@@ -63,9 +63,9 @@ impl Drop for PreferNode {
 /// call it drains all processors' lists of new pages (`lru_cache_disable`, mm/migrate.c).
 const BATCH: usize = 1_024;
 
-/// Moves merged frames for all processes that map them. `moves` names each frame by a page where this process maps it.
-/// Calls `progress` with the number moved so far, and returns how many frames are on the wanted node now. Needs
-/// CAP_SYS_NICE, and the process must be allowed memory on the node.
+/// Moves merged frames for all processes that map them. `moves` has, for each frame, a page at which this process maps
+/// it, and the wanted node. Calls `progress` with the number moved so far. Returns how many frames are on the wanted
+/// node now. Needs CAP_SYS_NICE, and the process must be allowed memory on the node.
 pub fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], progress: impl Fn(u64)) -> Result<u64, ReadError> {
     const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;
     let mut done = 0;

@@ -57,7 +57,7 @@ impl Pagemap {
         Ok(Self { pid: process.pid(), file: process.open_file(file)? })
     }
 
-    /// Makes the error for another file of the process.
+    /// Converts an error that reading another file of the process returned.
     pub fn error(&self, file: &str, error: io::Error) -> ReadError {
         ReadError::from_io(self.pid, file, error)
     }

@@ -22,7 +22,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use thiserror::Error;
 
-/// To find a living thread we look at this many.
+/// How many threads we look at to find a living one.
 const THREADS_MOST: usize = 64;
 
 /// Why we couldn't read a file below `/proc/PID`. Callers treat the cases differently.
@@ -103,7 +103,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Its pid in our pid namespace.
+    /// The process's pid in our pid namespace.
     pub fn pid(&self) -> i32 {
         self.pid
     }
@@ -176,7 +176,7 @@ impl Process {
         Ok(opened.into())
     }
 
-    /// Fault point for reads of a file below `/proc/PID`, including files kept open.
+    /// Where a test can make reads of a file below `/proc/PID` fail. Call this also before reads of files kept open.
     pub fn fault(&self, file: &str) -> Result<(), ReadError> {
         let name = file.rsplit('/').next().unwrap_or(file);
         fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
@@ -188,7 +188,8 @@ impl Process {
         Ok(bytes)
     }
 
-    /// Reads at most `most` bytes of a file in pieces, so that a long file isn't taken for a read that doesn't return.
+    /// Reads at most `most` bytes of a file, and reports progress after each piece: else a long file would look like a
+    /// read that doesn't return.
     pub fn read_pieces(&self, file: &str, most: u64, mut add: impl FnMut(&[u8])) -> Result<(), ReadError> {
         let mut opened = self.open_file(file)?.take(most);
         let mut buffer = vec![0; 16 << 10];
@@ -223,8 +224,8 @@ impl Process {
         Stat::parse(&bytes).map_err(|what| self.malformed(file, what))
     }
 
-    /// A thread that hasn't ended, the same one as the last time if possible; 0 if we find none. Only a tracer can keep
-    /// threads that have ended, so we look at a few.
+    /// A thread that hasn't ended, the same one as the last time if possible; 0 if we find none. Only a tracer can make
+    /// ended threads stay, so it's enough to look at a few.
     fn living_thread(&self) -> i32 {
         let is_alive = |tid: i32| self.stat_at(&format!("task/{tid}/stat")).is_ok_and(|stat| !stat.has_ended());
         let last = self.tid();
@@ -296,7 +297,7 @@ impl Stat {
         matches!(self.state, b'Z' | b'X')
     }
 
-    /// Whether a process has ended with all its threads, and so has no memory. To be asked of its main thread.
+    /// Whether a process has ended with all its threads, and so has no memory. Ask this of its main thread only.
     pub fn is_zombie(&self) -> bool {
         self.has_ended() && self.threads <= 1
     }

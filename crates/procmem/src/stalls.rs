@@ -1,9 +1,10 @@
 //! Keeps track of stalled processes, in which a read of ours, or an attempt to make a call, doesn't return. Also limits
 //! the time that such attempts take.
 //!
-//! We can't end a thread that waits for such a process. So each process has one waiting thread at most, and we try the
-//! process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in all and
-//! for the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other processes.
+//! We can't end a thread of ours that waits for such a process. So for each process one thread waits at most, and we
+//! try the process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in
+//! all and for the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other
+//! processes.
 //!
 //! The injector serves one process at a time. So the processes of one user, or of one cgroup, may take one second of
 //! its time at once, and a sixth of its time from then on.
@@ -38,10 +39,10 @@ const TIME_SHARE: u32 = 6;
 /// This much of a request's time is free, because an ordinary request takes as much on a busy machine.
 const FREE: Duration = Duration::from_millis(20);
 
-/// Attempts to make a call. Pauses last 10 s at most, because on an overloaded machine any program is late, and because
-/// the call may be to unmark a secret.
+/// Attempts to make a system call in a process. Pauses last 10 s at most, because on an overloaded machine any program
+/// is late, and because the call may be to unmark a secret.
 pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
-/// Reads of memory and mappings.
+/// Reads of a process's memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
 /// The injector's time that requests for calls take.
 pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())));
@@ -65,7 +66,7 @@ impl Stalls {
         locked(&self.0).admit(process.key(), || Origin::of(process), Instant::now())
     }
 
-    /// Records that a thread is busy with a process: we don't try the process again while `alive` exists.
+    /// Records that a thread of ours is busy with a process: we don't try the process again while `alive` exists.
     pub fn hold(&self, process: &Process, alive: Weak<()>) {
         locked(&self.0).hold(process.key(), alive, Origin::of(process), Instant::now());
     }
@@ -85,7 +86,8 @@ impl Stalls {
         locked(&self.0).entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
-    /// How much longer we must not try a process, not counting the time until its thread returns.
+    /// How much longer the pause of a process lasts. If a thread of ours still waits for the process, we wait for that,
+    /// too.
     pub fn pause(&self, process: &Process) -> Duration {
         let register = locked(&self.0);
         let entry = register.entries.get(&process.key());
@@ -173,7 +175,7 @@ impl Register {
 pub struct TimeShares(Mutex<Spent>);
 
 impl TimeShares {
-    /// Whether a process from there may take more of the injector's time now.
+    /// Whether a process of this origin may take more of the injector's time now.
     pub fn admits(&self, origin: Origin) -> bool {
         locked(&self.0).admits(origin, Instant::now())
     }
@@ -188,8 +190,8 @@ impl TimeShares {
     }
 }
 
-/// How much more time than its part each share had taken, and when. The excess shrinks by 1/[`TIME_SHARE`] of the time
-/// that passes.
+/// For each user or cgroup: how far it had exceeded its part of the injector's time, and when. The excess shrinks by
+/// 1/[`TIME_SHARE`] of the time that passes.
 #[derive(Debug)]
 struct Spent(BTreeMap<Share, (Duration, Instant)>);
 
@@ -226,9 +228,9 @@ pub enum Share {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
-    /// root made it, the namespace. `None`: root's own processes are many, so only their cgroups count.
+    /// root made it, the namespace. `None` for root's own processes: they're many, so only their cgroups count.
     pub user: Option<Share>,
-    /// The same for all processes that hide their cgroups by paths of over 4 KiB. `None` in the root cgroup, where every
+    /// Equal for all processes that hide their cgroups by paths of over 4 KiB. `None` in the root cgroup, where every
     /// user's processes may be.
     pub cgroup: Option<Share>,
 }

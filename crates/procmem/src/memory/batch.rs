@@ -21,7 +21,7 @@ const BATCH_PAGES: usize = 256;
 pub(super) const BRIDGE_PAGES: u64 = 20;
 
 /// Finds huge pages without PAGEMAP_SCAN. A page counts as mapped by a huge page if its frame is part of a huge page
-/// and both have the same offset within 2 MiB. Calls `visit` with the positions.
+/// and both have the same offset within 2 MiB. Calls `visit` with the positions of these pages.
 fn huge_by_frames(
     pages: impl Iterator<Item = (Vpn, PagemapEntry)>,
     frames: Option<&mut KpageFlags>,
@@ -227,7 +227,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Determines the state of every page from its entry and, if that doesn't tell, from its frame's flags.
+    /// Determines the state of every page from its entry and, where the entry isn't enough, from its frame's flags.
     pub(super) fn classify(&mut self, mut frames: Option<&mut KpageFlags>, how: ReadHow) -> io::Result<()> {
         if how.huge && self.scan_absent {
             let slots = &self.slots;
@@ -321,7 +321,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Reads the wanted pages that aren't private, or all of them, adjacent ones together, without pinning them.
+    /// Reads the pages that `contents` includes, adjacent ones together, through `/proc/PID/mem`, which doesn't pin
+    /// them.
     pub(super) fn read_shared(
         &mut self,
         files: &mut Files,
