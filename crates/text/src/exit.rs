@@ -11,7 +11,7 @@ pub const USAGE: u8 = 2;
 pub const NOT_PERMITTED: u8 = 3;
 /// The kernel lacks a feature.
 pub const NO_KERNEL_SUPPORT: u8 = 4;
-/// Nothing is in scope, or a named process does not exist.
+/// No process is in scope, or a named one doesn't exist.
 pub const NO_SCOPE: u8 = 5;
 /// We leave the target alone: it's traced, frozen, ended, a kernel thread, or on the deny list.
 pub const REFUSED: u8 = 6;

@@ -1,6 +1,7 @@
-//! Web pages: the frame, escaping, and writing them.
+//! Web pages: builds the whole page around a body, escapes text, and writes the file.
 //!
-//! A page is one file. Its policy lets the browser load nothing and run no script, whatever a name contains.
+//! A page is one file. Its Content-Security-Policy keeps the browser from loading anything and from running scripts,
+//! whatever the names in the page contain.
 
 use crate::escape::printable;
 use crate::regular;
@@ -21,7 +22,7 @@ pub fn page(title: &str, style: &str, body: &str) -> String {
     )
 }
 
-/// Escapes a text, since programs, files and cgroups can have any name.
+/// Escapes a text for HTML, since the names of programs, files and cgroups can contain anything.
 pub fn escape(text: &str) -> String {
     let text = printable(text.as_bytes());
     let mut safe = String::with_capacity(text.len());
@@ -41,7 +42,7 @@ pub fn escape(text: &str) -> String {
 /// Writes a page to a new or existing file.
 ///
 /// # Errors
-/// We can't write the file, or it's a link, which another user may have put there.
+/// If we can't write the file, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> io::Result<()> {
     let mut file = regular::open(path, OpenOptions::new().write(true).create(true).truncate(false))?;
     file.set_len(0)?;

@@ -6,8 +6,8 @@
 //! | names that others have chosen, made safe to print | [`escape`] |
 //! | sizes, shares, times, counts; wrapped text | [`style`], [`figures`] |
 //! | tables, colour, progress | [`table`], [`style`], [`progress`] |
-//! | standard error that never delays a daemon; queues for readers that may not read | [`messages`], [`sink`] |
-//! | web pages: the frame, escaping, and writing them | [`html`] |
+//! | standard error that never delays a daemon; queues for readers that may stop reading | [`messages`], [`sink`] |
+//! | web pages: building, escaping and writing them | [`html`] |
 //! | opening a file that's really a regular file | [`regular`] |
 //! | exit codes, and errors of one line; parsing a command line | [`exit`], `program`, `usage` |
 #![forbid(unsafe_code)]

@@ -22,7 +22,7 @@ struct Messages {
 static MESSAGES: OnceLock<Messages> = OnceLock::new();
 
 /// From now on no message waits for a reader, not even a panic's. Messages are queued until [`start`]: we mustn't start
-/// a thread before we've given up rights.
+/// a thread before we've dropped privileges.
 pub fn never_wait(program: &'static str) {
     if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
         std::panic::set_hook(Box::new(move |panic| {
@@ -42,7 +42,7 @@ pub fn start() -> io::Result<()> {
     })
 }
 
-/// Waits a moment until the messages are read.
+/// Waits until the messages are read, at most [`END_LIMIT`].
 pub fn flush() {
     if let Some(Messages { queue, .. }) = MESSAGES.get() {
         // If the run was refused early, the thread hasn't been started yet. If we can't start it, there's nothing to
@@ -75,7 +75,7 @@ pub(crate) fn write(text: String) {
     }
 }
 
-/// Writes a text that the next one replaces. Drops it if another message is still waiting.
+/// Writes a text that the next one replaces, like a progress line. Drops it if another message is still waiting.
 pub(crate) fn write_if_idle(text: String) {
     if MESSAGES.get().is_none_or(|messages| messages.queue.is_idle()) {
         write(text);

@@ -7,8 +7,8 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use std::process::ExitCode;
 
-/// The exit code, after we've printed the help, the version or a usage error. A usage error is one line on standard
-/// error.
+/// Parses the command line. On failure, prints the help, the version or a usage error (one line on standard error), and
+/// returns the exit code.
 pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
         use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};

@@ -11,7 +11,7 @@ const BAR: usize = 24;
 
 const INTERVAL: Duration = Duration::from_millis(120);
 
-/// A line on standard error that we rewrite in place. We show nothing if standard error isn't a terminal.
+/// A line on standard error that we rewrite in place. It's hidden if standard error isn't a terminal.
 #[derive(Debug)]
 pub struct Progress {
     hidden: bool,
@@ -48,7 +48,7 @@ impl Progress {
         messages::write_if_idle(format!("\r\x1b[K{bar}{message}  \x1b[2m{time}\x1b[0m"));
     }
 
-    /// Prints a line above the progress line. Prints nothing if that is hidden.
+    /// Prints a line above the progress line. Prints nothing if the progress line is hidden.
     pub fn println(&self, line: &str) {
         if !self.hidden {
             self.clear();

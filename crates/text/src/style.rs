@@ -50,7 +50,7 @@ impl Style {
         self.wrap("32", text)
     }
 
-    /// For the figures that we compare with.
+    /// For the figures with which we compare ours.
     pub fn other(self, text: &str) -> String {
         self.wrap("33", text)
     }
@@ -136,7 +136,7 @@ pub fn print_on(text: &str) -> io::Result<bool> {
 /// Like [`print()`], at the end of a daemon: waits at most `limit` for the reader.
 ///
 /// # Errors
-/// Also if nobody has read it in time.
+/// Also fails if nobody has read the text in time.
 pub fn print_within(limit: Duration, text: &str) -> io::Result<()> {
     let text = text.to_owned();
     let (done, written) = channel();
@@ -147,7 +147,7 @@ pub fn print_within(limit: Duration, text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes drawings, which move the cursor, to standard output.
+/// Writes a text with codes that move the cursor to standard output, unescaped.
 pub fn draw(text: &str) -> io::Result<()> {
     was_read(write(text)).map(drop)
 }

@@ -59,7 +59,7 @@ pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     let leaf = leaf(&command, words);
     if error.kind() == ErrorKind::InvalidSubcommand && context(error, ContextKind::InvalidSubcommand) == ["stop"] {
         let name = command.get_name();
-        return format!("{problem}; a service ends by systemctl stop {name}, a run by Ctrl-C in its terminal");
+        return format!("{problem}; stop a service by systemctl stop {name}, a run by Ctrl-C in its terminal");
     }
     match mended::<Cli>(error, words).or_else(|| example(error, &leaf.command)) {
         Some(line) => format!("{problem}; try {line}"),
@@ -164,7 +164,8 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
     guesses
 }
 
-/// Whether a word is probably a misspelling of the other, not another word: they begin alike and are about as long.
+/// Whether `wrong` is probably a misspelling of `right`, rather than another word: both begin alike and are about as
+/// long.
 fn is_misspelt(wrong: &str, right: &str) -> bool {
     let begins = |word: &str| word.trim_start_matches('-').to_lowercase().chars().take(2).collect::<String>();
     begins(wrong) == begins(right) && wrong.len().abs_diff(right.len()) <= 2 && !NEVER_GUESSED.contains(&right)
@@ -266,7 +267,7 @@ mod tests {
             ("tool scan --pid 1.5", "see tool scan --help"),
             ("tool scan --frobnicate", "see tool scan --help"),
             ("tool frobnicate", "see tool --help"),
-            ("tool stop", "a service ends by systemctl stop tool, a run by Ctrl-C in its terminal"),
+            ("tool stop", "stop a service by systemctl stop tool, a run by Ctrl-C in its terminal"),
             ("tool inscan --exe a", "see tool --help"),
             ("tool scan --exe a --docker b --docker c", "see tool scan --help"),
             ("tool run", "try tool run --config a.toml x"),

@@ -1,18 +1,18 @@
 //! Jobs that may never return, on a thread that may be abandoned.
 //!
 //! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
-//! file server that doesn't respond. Until then our reads of that program's `smaps`, `pagemap` and `mem` block. Only a
-//! fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and nothing at all ends
-//! process_vm_readv (mm/process_vm_access.c). `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers
-//! wait in the same way (`exec_update_lock`).
+//! file server that doesn't respond. As long as it waits, our reads of that program's `smaps`, `pagemap` and `mem`
+//! block. Only a fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and nothing at all
+//! ends process_vm_readv (mm/process_vm_access.c). `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes
+//! readers wait in the same way (`exec_update_lock`).
 //!
 //! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names
-//! take a second. The caller waits for a short time, and then goes on without the result. It waits even less if the
-//! thread sleeps and earlier jobs have just used up the time for that. The thread ends when its job returns, or with
-//! the process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports
-//! each part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page
-//! tables of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU
-//! time.
+//! take a second. The caller waits for a short time, and then goes on without the result. It waits even less if the job
+//! sleeps and earlier jobs have just used up the time that it grants to sleeping jobs. The thread ends when its job
+//! returns, or with the process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress:
+//! the job reports each part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel
+//! walks the page tables of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page
+//! uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -37,11 +37,11 @@ thread_local! {
     static READER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
     /// The signs of progress of the job that this thread runs, if it is a reading thread.
     static SIGNS: RefCell<Option<Arc<Signs>>> = const { RefCell::new(None) };
-    /// How much patience this thread had left, and when that was.
+    /// How much of its budget ([`PATIENCE`]) this thread had left, and when that was.
     static LEFT: Cell<(Duration, Option<Instant>)> = const { Cell::new((PATIENCE, None)) };
 }
 
-/// Takes `lost` from the patience of this thread. Returns whether any is left.
+/// Takes `lost` from this thread's budget for sleeping jobs ([`PATIENCE`]). Returns whether any is left.
 fn lose_patience(lost: Duration) -> bool {
     let (left, at) = LEFT.get();
     let regained = at.map_or(PATIENCE, |at| at.elapsed() / REGAINED);
@@ -57,7 +57,7 @@ struct Signs {
     /// The job's thread; 0 before it begins.
     tid: AtomicI32,
     clock: OnceLock<libc::clockid_t>,
-    /// Whether the job is waiting for somebody other than its target.
+    /// Whether the job is waiting for somebody other than the process that it's about.
     is_elsewhere: AtomicBool,
 }
 
@@ -91,7 +91,7 @@ pub fn is_asleep(tid: i32) -> bool {
     tid != 0 && stat.get(name_end + 2) != Some(&b'R')
 }
 
-/// Shows that the job of this thread makes progress.
+/// Reports that the job of this thread has made progress.
 pub fn advance() {
     SIGNS.with_borrow(|signs| {
         if let Some(signs) = signs {
@@ -100,8 +100,8 @@ pub fn advance() {
     });
 }
 
-/// Runs `work`, during which the job may wait for somebody other than its target. The job doesn't count as stuck
-/// meanwhile.
+/// Runs `work`, during which the job may wait for somebody other than its target process. The job doesn't count as
+/// stuck meanwhile.
 pub fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
     set_elsewhere(true);
     let done = work();
@@ -183,8 +183,8 @@ impl<T: Send + 'static> Job<T> {
         Self { result, pending }
     }
 
-    /// Waits up to `most` for the result, but while the job sleeps only as long as this thread has patience. Gives the
-    /// job back if there is no result, also if the job panicked or couldn't be started.
+    /// Waits up to `most` for the result, but while the job sleeps, only until this thread's budget is used up. Gives
+    /// the job back if there is no result, also if the job panicked or couldn't be started.
     pub fn wait(self, most: Duration) -> Result<T, Self> {
         let began = Instant::now();
         loop {
@@ -194,7 +194,7 @@ impl<T: Send + 'static> Job<T> {
                 Err(RecvTimeoutError::Timeout) => {
                     let is_patient = !self.pending.is_asleep() || lose_patience(TICK);
                     if !is_patient || began.elapsed() >= most {
-                        // This job still keeps the reading thread busy, so later jobs need another one.
+                        // This job still keeps the reading thread busy, so later jobs need another thread.
                         READER.take();
                         return Err(self);
                     }
@@ -203,7 +203,7 @@ impl<T: Send + 'static> Job<T> {
         }
     }
 
-    /// Waits for the whole time, whether the job sleeps or not.
+    /// Waits up to `time` for the result, whether the job sleeps or not.
     pub fn wait_for(self, time: Duration) -> Result<T, Self> {
         self.result.recv_timeout(time).map_err(|_| {
             READER.take();

@@ -2,7 +2,7 @@
 
 use super::fields::field;
 
-/// The file of its sizes below `/proc`. It's missing if the module isn't loaded.
+/// The file below `/proc` that has the ARC's sizes. It's missing if ZFS isn't loaded.
 pub const ARCSTATS: &str = "spl/kstat/zfs/arcstats";
 
 /// How much ZFS can give back, bytes, from the text of [`ARCSTATS`]: all but the ARC's smallest size.
@@ -10,7 +10,7 @@ pub fn shrinkable(arcstats: &[u8]) -> u64 {
     bytes(arcstats, "size").zip(bytes(arcstats, "c_min")).map_or(0, |(size, least)| size.saturating_sub(least))
 }
 
-/// A line has a name, a type and a number.
+/// Each line has a name, a type and a number.
 fn bytes(arcstats: &[u8], name: &str) -> Option<u64> {
     let number = field(arcstats, name)?.rsplit(|&byte| byte == b' ').next()?;
     std::str::from_utf8(number).ok()?.parse().ok()

@@ -97,7 +97,7 @@ static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
 #[derive(Debug)]
 struct Fault {
     point: String,
-    /// First passage at which it happens, counted from 1.
+    /// The fault happens from this passage of the point on, counted from 1.
     from: u64,
     effect: Effect,
     passed: AtomicU64,
@@ -110,8 +110,8 @@ enum Effect {
     Hang,
 }
 
-/// Reads the environment variable that says what should fail. Without this call the first point of failure reads it,
-/// and allocates memory, which it may not be allowed to do.
+/// Reads the environment variable that says what should fail. Otherwise the first [`point`] reads it, and allocates
+/// memory, which may not be allowed there.
 pub fn init() {
     faults();
 }

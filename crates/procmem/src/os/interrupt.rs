@@ -43,7 +43,7 @@ impl Interrupt {
         Ok(())
     }
 
-    /// Calls `poll` until it returns a value; `None` after `limit`.
+    /// Calls `poll` until it returns a value. Returns `None` after `limit`.
     pub fn wait<T, E: From<Interrupted>>(
         &self,
         limit: Duration,

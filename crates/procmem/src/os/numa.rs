@@ -41,7 +41,7 @@ impl FrameSpan {
 struct Node {
     key: NodeKey,
     cpus: NumberList,
-    /// Distances to the nodes of the topology, in its order.
+    /// Distances to all nodes, in the order of `Topology::nodes`.
     distances: Vec<u32>,
 }
 

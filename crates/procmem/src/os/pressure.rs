@@ -53,7 +53,7 @@ impl MemoryMonitor {
             let zram = self.swaps.read(parse_zram_free)?.unwrap_or_default();
             swap_free = swap_free.saturating_sub(Pages(zram.0 / 2));
         }
-        // The file stays open but can't be read once the module has been unloaded.
+        // Once ZFS is unloaded, its file is still open, but reading it fails.
         if let Ok(Some(shrinkable)) = self.arcstats.read(|text| Ok(arc::shrinkable(text))) {
             available += Pages(shrinkable / PAGE_BYTES);
         }
@@ -98,8 +98,8 @@ fn is_withheld(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
 }
 
-/// Parses `/proc/meminfo`: total memory without the pool of huge pages, which programs can't have otherwise, memory
-/// available without swapping, and free swap.
+/// Parses `/proc/meminfo`: total memory without hugetlb's pool, which nothing else can use; memory available without
+/// swapping; free swap.
 pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str> {
     // The last line may be cut off.
     let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);

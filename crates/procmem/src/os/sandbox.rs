@@ -55,10 +55,10 @@ fn conditions() -> [Condition; 4] {
     ]
 }
 
-/// Makes calls that the daemon has no use for fail with EPERM.
+/// From now on, system calls that the daemon doesn't need fail with EPERM.
 ///
 /// # Errors
-/// The kernel lacks seccomp filters, or doesn't let us install one without no_new_privs.
+/// If the kernel lacks seccomp filters, or doesn't let us install one without no_new_privs.
 pub fn forbid_calls() -> io::Result<()> {
     install(&mut filter(libc::EPERM))
 }
@@ -108,7 +108,7 @@ fn load(offset: u32) -> libc::sock_filter {
     instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0)
 }
 
-/// Skips `if_true` or `if_false` instructions.
+/// Compares, and skips `if_true` instructions if that holds, else `if_false`.
 fn compare(how: u32, value: u32, if_true: u8, if_false: u8) -> libc::sock_filter {
     instruction(libc::BPF_JMP | how | libc::BPF_K, value, if_true, if_false)
 }
@@ -133,7 +133,7 @@ fn install(code: &mut [libc::sock_filter]) -> io::Result<()> {
 /// using the descriptors that this process has.
 ///
 /// # Errors
-/// The kernel lacks Landlock (before Linux 5.13, or not among its `lsm=`), or doesn't let us restrict ourselves.
+/// If the kernel lacks Landlock (before Linux 5.13, or not among its `lsm=`), or doesn't let us restrict ourselves.
 pub fn forbid_files() -> io::Result<()> {
     const GET_VERSION: u32 = 1;
     // SAFETY: without attributes, this call only returns the version.
