@@ -35,7 +35,7 @@ const PAGES_KEPT: usize = 64;
 
 type PagesByProcess = HashMap<ProcessKey, Vec<u64>>;
 
-/// Pages of earlier frames.
+/// The addresses of pages that have held return frames, by process.
 static USED: LazyLock<Mutex<PagesByProcess>> = LazyLock::new(Mutex::default);
 
 /// The files that show the mappings of a process, opened before the stop.
@@ -43,7 +43,7 @@ static USED: LazyLock<Mutex<PagesByProcess>> = LazyLock::new(Mutex::default);
 pub struct StackCheck {
     maps: File,
     pagemap: File,
-    /// Pages of earlier frames.
+    /// The process's pages in [`USED`].
     used: Vec<u64>,
     /// All private anonymous mappings, listed before the stop. `None` if the kernel lets us query a single mapping
     /// (Linux 6.11).

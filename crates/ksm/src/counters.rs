@@ -40,7 +40,7 @@ impl KsmCounters {
     }
 }
 
-/// Machine-wide counters of `/proc/vmstat` since boot. 0 where the kernel doesn't count.
+/// Machine-wide counters of `/proc/vmstat` since boot. 0 where the kernel lacks the counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmEvents {
     /// COW breaks of merged pages (`cow_ksm`). Unmerging counts as well.

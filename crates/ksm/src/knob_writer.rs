@@ -50,8 +50,8 @@ pub enum KnobError {
 #[derive(Debug)]
 pub(crate) struct KnobWriter {
     pub(crate) ksm: Arc<Ksm>,
-    /// The lock that keeps other programs from driving KSM. We release it when all knobs are restored, or when the last
-    /// thread that may still write ends.
+    /// The lock that keeps another pagefold from driving KSM. We release it when all knobs are restored, or when the
+    /// last thread that may still write ends.
     lock: Mutex<Option<Lock>>,
     pub(crate) state_path: PathBuf,
     /// Allows one write at a time. A thread holds this while the kernel blocks its write.

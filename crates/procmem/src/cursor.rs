@@ -20,7 +20,7 @@ pub struct ReadRange {
 /// How far we've read the ranges of a process.
 #[derive(Clone, Debug, Default)]
 pub struct ReadCursor {
-    /// Runs that we've found but not read yet, in reverse order. `how` says how to read them.
+    /// Runs of resident pages that we've found but not read yet, in reverse order. `how` says how to read them.
     runs: Vec<(Vpn, u32)>,
     how: ReadHow,
     next: Vpn,

@@ -61,8 +61,9 @@ pub struct ReadHow {
     pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
-    /// Nothing is marked, so pages that look merged are fork-shared. This matters on kernels whose kpageflags calls
-    /// every anonymous page merged (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
+    /// No memory of the process is marked, so pages that look merged are fork-shared. This matters on kernels whose
+    /// kpageflags calls every anonymous page merged (Linux 6.12, see
+    /// [`shows_merged`](super::kpageflags::shows_merged)).
     pub unmarked: bool,
 }
 

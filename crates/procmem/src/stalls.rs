@@ -20,7 +20,7 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// We try no process while this many threads are waiting.
+/// We try no process while this many threads of ours are waiting.
 const THREADS_MOST: usize = 64;
 /// If this many processes of one user or cgroup are stalled or pausing, we try no others of that user or cgroup.
 const SHARE_MOST: usize = 8;
@@ -86,8 +86,7 @@ impl Stalls {
         locked(&self.0).entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
-    /// How much longer the pause of a process lasts. If a thread of ours still waits for the process, we wait for that,
-    /// too.
+    /// How much longer a process's pause lasts. A thread of ours that still waits for the process doesn't count here.
     pub fn pause(&self, process: &Process) -> Duration {
         let register = locked(&self.0);
         let entry = register.entries.get(&process.key());

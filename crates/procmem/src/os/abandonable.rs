@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
-/// How long we wait for a job. Also a thread's budget for waiting while its jobs sleep: the waits are taken from it,
-/// and 1/[`REGAINED`] of the time that passes is added.
+/// How long we wait for a job. A thread also has a budget of this size for waiting while its jobs sleep: these waits
+/// are taken from the budget, and 1/[`REGAINED`] of the time that passes is added.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
 /// How often a waiting caller checks whether the job sleeps. Also the shortest wait.
