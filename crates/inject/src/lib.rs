@@ -177,7 +177,9 @@ pub enum InjectError {
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
     /// The process is running a program other than the one that we judged, or running it for another user.
-    #[error("process {pid} has started another program since pagefold examined it; try again later")]
+    #[error(
+        "process {pid} no longer runs the program that pagefold examined, or runs it as another user; try again later"
+    )]
     OtherProgram { pid: i32 },
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
     #[error("process {pid} is traced by process {by}; try again when the tracer has detached")]
