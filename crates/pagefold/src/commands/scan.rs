@@ -52,10 +52,9 @@ pub struct ScanArgs {
     pub exact: bool,
     /// Say why memory is or isn't shared, and what would change that
     ///
-    /// Divides all memory, also of files and out of KSM's reach, into merged, mergeable, duplicate but out of reach by
-    /// cause, already shared, and unknown. Two processes are also compared with each other, page by page, and by the
-    /// frames they share. Reads memory that scan leaves alone (locked, or kept out of core dumps) without keeping any
-    /// of it.
+    /// Divides all memory, including file pages and memory that KSM can't merge, into merged, mergeable, duplicate but
+    /// out of reach (by cause), already shared, and unknown. If the scope is two processes, compares them page by page.
+    /// Unlike a plain scan, also reads memory that is locked or kept out of core dumps, and stores none of it.
     #[arg(long, conflicts_with = "html")]
     pub why: bool,
     /// Print the result as JSON (schema pagefold.scan/1, or pagefold.why/1)
@@ -63,9 +62,9 @@ pub struct ScanArgs {
     pub json: bool,
     /// Also write the result to this file, as a web page
     ///
-    /// The page is self-contained, and also shows which workloads have copies of each other's memory. For that we read
-    /// every page. If there are more than 16 GiB, we read a sample of that much. If the file is -, only the page is
-    /// written, to standard output.
+    /// The page is self-contained, and also shows which workloads have copies of each other's memory. To find these
+    /// copies, we read all memory, or a sample of 16 GiB if there is more. If the file is -, only the page is written,
+    /// to standard output.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -99,7 +98,7 @@ pub fn print(json: bool, report: &ScanReport) -> Result<()> {
     output::print(json, report, |style| table::text(report, style))
 }
 
-/// A scan that has found its pages but read none.
+/// A scan that has walked the page tables and read the merged frames, but no sample yet.
 struct Prepared {
     scope: ScopeArgs,
     /// Whether this is the whole host, because no scope was given.
@@ -218,18 +217,18 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// If there are at most this many pages (16 GiB), we read every one to see which workloads share contents: a small
-/// sample finds hardly any pairs.
+/// To see which workloads have the same contents, we read at least this many pages (16 GiB), or all if there are fewer:
+/// a small sample finds hardly any pairs.
 const SHARING_PAGES: f64 = 4_194_304.0;
 
 struct ProcessMemory {
     survey: Survey,
     reader: ScanReader,
     how: ReadHow,
-    /// How many pages of each cell we meant to read, and how many we could.
+    /// For each cell of the census: how many pages we tried to read, and how many we could read.
     asked: Vec<u64>,
     got: Vec<u64>,
-    /// For the web page's matrix of workloads.
+    /// The contents that we've read, if the web page shows which workloads share them.
     contents: Option<sharing::Contents>,
 }
 
@@ -335,7 +334,7 @@ impl ProcessMemory {
         Ok(())
     }
 
-    /// Where merged pages are. `None` on a machine with one memory node.
+    /// On which memory nodes merged pages are. `None` on a machine with one node.
     fn places(&mut self) -> Result<Option<PlacementView>> {
         let Some(topology) = Topology::of_machine().context("cannot read /sys/devices/system/node")? else {
             return Ok(None);

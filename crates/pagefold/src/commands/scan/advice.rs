@@ -1,4 +1,5 @@
-//! After a scan we advise a command that saves the memory. After a scan of the whole host, we choose its scope, too.
+//! After a scan we advise a command that saves the memory. If the scan was of the whole host, we also choose the
+//! command's scope.
 
 use super::report::{ProcessRow, ScanReport};
 use crate::commands::status::Status;
@@ -16,13 +17,14 @@ use pagefold_procmem::Roots;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// We name at most this many processes.
+/// A command lists at most this many processes or workloads.
 const NAMES_MOST: usize = 8;
 
-/// The command that saves the memory of a scan with these flags, if there's one: only one pagefold can run.
+/// The command that saves the memory found by a scan with these flags. Only one pagefold can run at a time, so if one
+/// is running, this is `enable`, or `None` if `enable` wouldn't help.
 pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Option<String> {
     let spec = if report.is_host { self::scope(report)? } else { scope.spec() };
-    // If we can't read the lock, we aren't root, and can't tell.
+    // Without root we can't read the lock, and so assume that none is running.
     if !preflight::is_running() {
         return Some(format!("pagefold run {spec}{deny}"));
     }
@@ -39,7 +41,7 @@ pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Opti
 }
 
 /// The command that makes a running daemon merge these processes, which `spec` selects. `None` if it merges them
-/// already, or if no command makes it.
+/// already, or if no command can.
 fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: bool) -> Option<String> {
     let in_scope = status.programs.processes.iter().filter(|row| pids.contains(&row.pid)).count();
     let has_names = spec.0.iter().all(|selector| !matches!(selector, Selector::Pid(_) | Selector::All));
@@ -53,8 +55,8 @@ pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     scopes_of(&rows).into_iter().find(|spec| selects(spec, &rows))
 }
 
-/// The command for a program whose copies are in several workloads, after a scan of the whole host. Their owners may
-/// differ, and would share memory, so we don't advise it.
+/// After a scan of the whole host: the command that merges a program across several workloads. Their owners may differ,
+/// and would share memory, so we print the command only on the condition that they trust each other.
 pub fn across_workloads(report: &ScanReport) -> Option<String> {
     let rows = largest_program(report);
     let mut spec = ScopeSpec::default();

@@ -51,7 +51,7 @@ pub fn page(report: &ScanReport, origin: &Origin) -> String {
     framed("pagefold scan", &html)
 }
 
-/// The table's rows: one for each process, except that those of one program in one workload share a row.
+/// The table's rows: processes of the same program in the same workload share a row.
 fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
     let mut groups: BTreeMap<_, Vec<&ProcessRow>> = BTreeMap::new();
     for row in report.looked_at() {
@@ -84,8 +84,8 @@ fn sharing(html: &mut String, matrix: &Matrix) {
         return;
     }
     html.push_str(
-        "<h2>Who shares with whom</h2>\n<p class=\"dim\">Memory of the workload of a row that has a copy in the workload of a \
-         column; without zeros, and without what is merged already.",
+        "<h2>Who shares with whom</h2>\n<p class=\"dim\">How much memory of a row's workload has a copy in a column's \
+         workload, not counting zeros and memory that is merged already.",
     );
     if !matrix.exact {
         html.push_str(" Not every page was read: figures are lower bounds, and ? is unknown.");

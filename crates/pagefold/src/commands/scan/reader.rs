@@ -1,5 +1,5 @@
-//! Reads processes on a thread that we may leave behind. A page that we've just found present may leave memory before we
-//! read it. If it belongs to a file, the read then waits for whoever serves that file (FUSE, NFS), maybe for ever.
+//! Reads processes' memory on a thread that we abandon if a read hangs. The kernel may evict a page just before we read
+//! it. If the page belongs to a file, our read waits for whoever serves the file (FUSE, NFS), maybe for ever.
 
 use super::scanner::Scanner;
 use pagefold_engine::hash::Digest;
@@ -15,12 +15,13 @@ use std::sync::Arc;
 /// One job reads at most this many runs.
 const RUNS: usize = 256;
 
-/// A page reader, unless a thread that we've left behind has it.
+/// A page reader. `None` if a thread that we've abandoned still uses the reader.
 #[derive(Debug, Default)]
 pub struct ScanReader(pub Option<PageReader>);
 
 impl ScanReader {
-    /// Does the work. The error is late ([`ReadError::is_late`]) if it makes no progress, or earlier work made none.
+    /// Does `work` on another thread. The error is late ([`ReadError::is_late`]) if the work hangs, or if we didn't try
+    /// because earlier reads have hung.
     pub fn run<T: Send + 'static>(
         &mut self,
         process: &Arc<Process>,
@@ -52,7 +53,7 @@ impl ScanReader {
         }
     }
 
-    /// Reads runs of pages, and calls `visit` with each that we could read: its state, frame and digest.
+    /// Reads runs of pages, and calls `visit` with the state, frame and digest of each page that we could read.
     pub fn read_runs(
         &mut self,
         process: &Arc<Process>,

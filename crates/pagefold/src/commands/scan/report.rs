@@ -41,7 +41,7 @@ pub struct ScanReport {
     /// The command that saves the memory, if there's one.
     #[serde(skip)]
     pub command: Option<String>,
-    /// If there's none: the command that has several workloads share memory.
+    /// If `command` is `None`: the command that would let several workloads share memory.
     #[serde(skip)]
     pub across_workloads: Option<String>,
     /// How much memory workloads have in common, for the web page only.
@@ -61,11 +61,11 @@ pub struct ProcessRow {
     pub kinds: Vec<KindRow>,
     pub excluded: Vec<LeftOut>,
     pub left_out: Option<String>,
-    /// What lets the process in, to print after the reason.
+    /// The option or command that would bring the process in, to print after the reason.
     #[serde(skip)]
     pub way_in: String,
-    /// What part of the process's mergeable memory is pinned. KSM can't merge pinned pages, so we subtract this part from
-    /// what's savable.
+    /// The part of the process's mergeable memory that is pinned. KSM can't merge pinned pages, so we subtract this
+    /// part from the savable memory.
     #[serde(skip)]
     pub pinned_part: f64,
 }
@@ -147,7 +147,7 @@ fn groups_by_size(groups: BTreeMap<String, GroupRow>) -> Vec<GroupRow> {
 }
 
 impl ScanReport {
-    /// What lets in processes that are left out for this reason, if anything does, to print after the reason.
+    /// The option or command that would bring in the processes left out for this reason, to print after the reason.
     pub fn way_in(&self, reason: &str) -> &str {
         let mut ways = BTreeSet::new();
         for row in &self.processes {
@@ -162,8 +162,8 @@ impl ScanReport {
         }
     }
 
-    /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes without figures. `cells` and
-    /// `kinds` describe the cells of the census.
+    /// Sums up the census's findings by process, kind, program, workload and cgroup. `rows` are the processes without
+    /// figures. `cells` and `kinds` describe the cells of the census.
     pub fn of<K: Copy + Ord + Display>(
         rows: Vec<ProcessRow>,
         cells: &[Cell],

@@ -23,7 +23,7 @@ pub trait Memory {
     /// one target can't be read any more, removes it from the census.
     ///
     /// # Errors
-    /// The error doesn't only concern this target.
+    /// Reading failed for a reason that concerns more than this target.
     fn read(&mut self, target: usize, scanner: &mut Scanner) -> Result<()>;
 }
 

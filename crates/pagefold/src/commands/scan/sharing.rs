@@ -1,5 +1,5 @@
-//! Which workloads have pages of the same content, for the web page. Pages that are merged already aren't counted,
-//! since the scan reads one page of each merged frame only.
+//! Finds out which workloads have pages of the same content, for the web page. We don't count pages that are merged
+//! already, since the scan reads only one page of each merged frame.
 
 use super::survey::Survey;
 use pagefold_engine::hash::Digest;
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// The most workloads that we show: so many columns fit a phone.
 const SHOWN: usize = 6;
 
-/// The contents that we've read, and who holds them.
+/// The page contents that we've read, and the workloads that hold them.
 #[derive(Debug, Default)]
 pub struct Contents {
     /// Workloads, and programs that belong to none.
@@ -18,7 +18,7 @@ pub struct Contents {
     pages: Vec<(u64, usize)>,
 }
 
-/// The rows by name, and each process's row.
+/// Groups of processes: the groups' names, and for each process the index of its group.
 #[derive(Debug, Default)]
 pub struct Groups {
     pub names: Vec<String>,
@@ -45,8 +45,8 @@ impl Groups {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matrix {
     pub names: Vec<String>,
-    /// In row `a` and column `b`: how many pages of workload `a` have a copy in workload `b`. If `a` is `b`: how many
-    /// of its pages have a copy in it. `None` if a sample has no such page: there may be some that we haven't read.
+    /// In row `a` and column `b`: how many pages of workload `a` have a copy in workload `b`, or if `a` is `b`, have
+    /// another copy in `a` itself. `None` if we've only read a sample and found no such page in it.
     pub pages: Vec<Vec<Option<u64>>>,
     /// Whether we've read every page. If not, there may be more shared pages than these.
     pub exact: bool,

@@ -27,8 +27,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Why we leave out memory that others share through fork, too. They'd keep its frames, so merging it would save
-/// nothing.
+/// The reason to leave out memory that processes which we can't merge share through fork: they'd keep its frames, so
+/// merging it would save nothing.
 const SHARED_WITH_OUTSIDERS: &str = "shared through fork with processes out of scope or left alone";
 
 #[derive(Debug, Default)]
@@ -38,14 +38,14 @@ pub struct Survey {
     /// The cells of the census. A cell is the memory of one kind in one process.
     pub cells: Vec<Cell>,
     pub kinds: Vec<RegionKind>,
-    /// Why each cell's memory is out of reach, if it is.
+    /// Why each cell's memory is out of KSM's reach, if it is.
     pub causes: Vec<Option<Cause>>,
     /// Frames shared through fork, in ascending order. A frame is listed once for each page table entry that maps it,
     /// with the cell of that page.
     shared: Vec<(u64, u32)>,
-    /// All frames that several page table entries share, if we look for causes, in ascending order.
+    /// If we look for causes: the pages of all frames that several page table entries share, by ascending frame.
     pub joint: Vec<Joint>,
-    /// A process of each address space, by program image, in the kernel's order of address spaces.
+    /// For each program image: one process of each address space, in the order of [`compare_address_spaces`].
     spaces: BTreeMap<u64, Vec<Arc<Process>>>,
 }
 
@@ -64,14 +64,14 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
-    /// What lets the process in, to print after the reason.
+    /// The option or command that would bring the process in, to print after the reason.
     pub way_in: String,
     pub domain: DomainKey,
-    /// Memory that we can't look at, by reason, if we look for causes.
+    /// If we look for causes: the memory that we can't examine, by reason.
     pub unseen: Vec<LeftOut>,
-    /// Pinned pages, as far as memory that KSM can't merge anyway can't hold them. We don't know which ones they are.
+    /// How many pages are pinned, without those that may be in memory that KSM can't merge anyway.
     pinned: Pages,
-    /// So we take this part of all mergeable memory for pinned.
+    /// The kernel doesn't say which pages are pinned, so we take this part of all mergeable memory for pinned.
     pub pinned_part: f64,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
@@ -100,7 +100,7 @@ pub struct LeftOut {
     pub reason: String,
     pub bytes: u64,
     pub regions: u32,
-    /// Whether KSM can't merge it, whoever asks.
+    /// Whether KSM could never merge this memory, no matter who asks.
     #[serde(skip)]
     pub is_out_of_reach: bool,
 }
@@ -142,13 +142,13 @@ impl LeftOutByReason {
     }
 }
 
-/// A mapping that we may read.
+/// The anonymous pages, or the file pages, of one mapping.
 #[derive(Debug)]
 pub struct Region {
     /// A number that is unique in the survey.
     pub number: u32,
     pub cell: u32,
-    /// Whether we may read its contents.
+    /// Whether we may read the contents of the pages.
     pub is_read: bool,
     /// Runs of pages to sample. A frame shared through fork is only in the runs of its first holder.
     pub runs: Vec<(Vpn, u32)>,
@@ -165,7 +165,7 @@ pub struct Joint {
     page: Vpn,
 }
 
-/// Memory of one kind that is out of reach for one cause, or for none.
+/// A kind of memory, and why it's out of KSM's reach, if it is. Each process has one cell for each such key.
 type CellKey = (RegionKind, Option<Cause>);
 
 impl Survey {
@@ -332,8 +332,8 @@ impl Survey {
         })
     }
 
-    /// Divides joint frames among their holders, and decides in which process we read each frame. We leave out frames
-    /// shared through fork that have more mappers than holders.
+    /// Divides each shared or merged frame among the pages that map it, and decides in which process we read the frame.
+    /// We leave out frames shared through fork if processes that we haven't surveyed map them, too.
     fn settle(&mut self, joint: &mut [Joint]) -> Result<()> {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         let by_frame: Vec<&[Joint]> = joint.chunk_by(|a, b| a.frame == b.frame).collect();
@@ -341,7 +341,7 @@ impl Survey {
         let mappers = mappers_of(&frames).context("cannot read /proc/kpagecount")?;
         let mut kept: BTreeMap<u32, BTreeMap<u32, f64>> = BTreeMap::new();
         for (holders, mappers) in by_frame.into_iter().zip(mappers) {
-            // If holders differ, the frame was merged during the survey, and the later observation counts.
+            // If the holders disagree, the frame was merged during the survey, so it counts as merged.
             let merged = holders.iter().any(|holder| holder.merged);
             let in_scope = u32::try_from(holders.len()).unwrap_or(u32::MAX);
             if !merged && mappers > in_scope && holders.iter().all(|holder| self.cause(holder).is_none()) {
@@ -397,7 +397,7 @@ impl Survey {
         Ok(())
     }
 
-    /// Takes the same part of all mergeable memory of a process for pinned.
+    /// Assumes that a process's pinned pages are spread evenly over its mergeable memory.
     fn spread_pins(&mut self) {
         let mut held = vec![0.0; self.processes.len()];
         for (cell, cause) in self.cells.iter().zip(&self.causes) {
@@ -419,8 +419,8 @@ impl Survey {
         self.causes[self.cell_of(joint) as usize]
     }
 
-    /// Finds the cells that hold a frame shared through fork, one for each page table entry. None if we don't know the
-    /// frame.
+    /// Fills `cells` with the cell of each page table entry that maps a frame shared through fork. Leaves `cells` empty
+    /// if the survey hasn't found the frame.
     pub fn holders(&self, frame: u64, cells: &mut Vec<u32>) {
         cells.clear();
         let from = self.shared.partition_point(|&(other, _)| other < frame);
@@ -442,12 +442,12 @@ struct MappedPages {
     private: Vec<(Vpn, u32)>,
     /// Runs of file pages that only this mapping maps.
     file: Vec<(Vpn, u32)>,
-    /// Whether the file is shared memory or of a tmpfs.
+    /// Whether the file is in memory: shared memory, or on a tmpfs.
     is_swap_backed: bool,
     joint: Vec<JointPage>,
 }
 
-/// A page whose frame others map, too.
+/// A page whose frame other page table entries map, too.
 #[derive(Clone, Copy, Debug)]
 struct JointPage {
     page: Vpn,
@@ -456,7 +456,7 @@ struct JointPage {
     is_file: bool,
 }
 
-/// Walks one mapping. We look at pages of files only if they're wanted.
+/// Finds the pages of one mapping. Finds file pages only if `with_file`.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,

@@ -85,7 +85,7 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
     }
 }
 
-/// Programs or workloads, with the memory that can't be saved.
+/// Adds a table of programs or workloads, which also shows the memory that can't be saved.
 fn groups(text: &mut String, style: Style, name: &str, rows: &[GroupRow]) {
     let head = [name, "PROCESSES", "HOLDS", "SAVABLE", "SHARE", "OUT OF REACH", "LEFT OUT"];
     let mut table = Table::new(head.iter().map(|name| style.dim(name)), |column| column > 0);

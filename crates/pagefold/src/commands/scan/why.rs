@@ -1,8 +1,8 @@
 //! `pagefold scan --why`: divides all memory of processes, and says why some of it isn't shared.
 //!
-//! Two censuses of the same sample. The first counts the copies of mergeable pages among each other; the second counts
-//! copies in all memory, as if KSM could merge it. So the duplicates out of reach are what a scan would find in addition.
-//! All figures are in frames, each divided among its mappings, except merged pages and the ones shared already.
+//! We take two censuses of one sample: the first counts duplicates in all memory, as if KSM could merge all of it, the
+//! second only in mergeable memory. The difference is the duplicates out of KSM's reach. Figures are in frames, each
+//! divided among the pages that map it. But merged memory is in pages, and shared memory in frames that sharing saves.
 
 pub mod cause;
 pub mod pair;
@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 
 pub const SCHEMA: &str = "pagefold.why/1";
 
-/// If there are at most this many pages (512 MiB), we read every one; else at least so many.
+/// We read at least this many pages (512 MiB), or all if there are fewer.
 const READ_AT_LEAST: f64 = 131_072.0;
 
 /// The result (schema pagefold.why/1). `reference.rs` explains the fields.
@@ -38,7 +38,7 @@ pub struct WhyReport {
     pub sampled_fraction: f64,
     pub error_bytes: u64,
     pub totals: Row,
-    /// Workloads or programs; processes, if the scope names pids.
+    /// A row for each workload, or program that belongs to none. If the scope has only pids: for each process.
     pub rows: Vec<Row>,
     /// The causes that occur, and what would change them.
     pub causes: Vec<CauseRow>,
@@ -57,11 +57,11 @@ pub struct Row {
     pub mergeable_duplicate_bytes: u64,
     pub mergeable_unique_bytes: u64,
     pub out_of_reach: Vec<OutOfReach>,
-    /// What sharing a frame by fork, or by mapping the same file, saves.
+    /// How much sharing frames already saves: through fork, and by mapping the same file.
     pub shared_by_fork_bytes: u64,
     pub shared_by_file_bytes: u64,
     pub unknown: Vec<Unknown>,
-    /// Frames that another row maps, too.
+    /// How many frames another row maps, too.
     pub frames_in_common: CommonFrames,
 }
 
@@ -191,7 +191,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds the other's figures, but for the frames in common.
+    /// Adds the figures of another row, except the frames in common.
     fn add(&mut self, other: &Self) {
         self.processes += other.processes;
         self.merged += other.merged;
@@ -256,8 +256,8 @@ impl Sums {
     }
 }
 
-/// Divides the frames of each cell. `all` are the findings if everything could be merged, `mergeable` without the cells
-/// that are out of reach.
+/// Adds the frames of each cell to its row. `all` are the findings as if KSM could merge everything, `mergeable` those
+/// without the cells that are out of reach.
 fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable: &Findings, sums: &mut [Sums]) {
     let survey = &memory.survey;
     for (number, cell) in survey.cells.iter().enumerate() {
@@ -303,7 +303,7 @@ fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable:
     }
 }
 
-/// Adds what we couldn't look at.
+/// Counts the processes, and adds the memory that we couldn't examine.
 fn add_processes(survey: &Survey, groups: &Groups, sums: &mut [Sums]) {
     for (process, &group) in survey.processes.iter().zip(&groups.of_process) {
         let sums = &mut sums[group];
@@ -314,7 +314,7 @@ fn add_processes(survey: &Survey, groups: &Groups, sums: &mut [Sums]) {
     }
 }
 
-/// Counts the frames that several rows map. Returns their number in all.
+/// Counts for each row the frames that other rows map, too. Returns the number of frames that several rows map.
 fn add_common_frames(survey: &Survey, groups: &Groups, sums: &mut [Sums]) -> CommonFrames {
     let mut total = CommonFrames::default();
     let mut holders: Vec<usize> = Vec::new();

@@ -8,7 +8,7 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// Shared mappings of memfds, tmpfs files and SysV segments, also anonymous ones.
+    /// Shared mappings: anonymous, or of a memfd, a tmpfs file or a SysV segment.
     SharedMemory,
     /// Shared mappings of files on disk.
     SharedFile,
@@ -18,11 +18,11 @@ pub enum Cause {
     Pinned,
     DontDump,
     WipeOnFork,
-    /// Private mappings of files on disk, as long as nobody writes to them.
+    /// Pages of private mappings of files on disk that the process hasn't written to.
     PageCache,
-    /// The same, of files in memory.
+    /// Such pages of files on a tmpfs.
     Tmpfs,
-    /// Mergeable memory whose copies aren't.
+    /// Mergeable pages whose copies are all out of reach.
     Copies,
 }
 
@@ -36,12 +36,12 @@ pub struct Causes {
 }
 
 impl Causes {
-    /// The causes of a mapping that [`vma_exclusion`](pagefold_host::scope::exclude::vma_exclusion) judges like this.
-    /// `None` if we can't look at its pages, for example at a device's.
+    /// The causes for a mapping, given the result of [`vma_exclusion`](pagefold_host::scope::exclude::vma_exclusion).
+    /// `None` if we can't examine the mapping's pages, for example a device's.
     pub fn of(detail: &VmaDetail, exclusion: Option<&Exclusion>) -> Option<Self> {
         let has_file = detail.vma.inode != 0;
         let mut file = has_file.then_some(Cause::PageCache);
-        // Hugetlb mappings have several flags that exclude them.
+        // Hugetlb mappings also have flags that other exclusions look for, so test for hugetlb first.
         if detail.flags.has(*b"ht") {
             return Some(Self { anonymous: Some(Cause::Hugetlb), file: Some(Cause::Hugetlb) });
         }
@@ -77,7 +77,7 @@ impl Cause {
         Self::Copies,
     ];
 
-    /// The cause if the file is in memory.
+    /// The cause if the mapped file turns out to be in memory.
     #[must_use]
     pub fn in_memory(self) -> Self {
         match self {
@@ -113,7 +113,7 @@ impl Cause {
         }
     }
 
-    /// What would change it: who decides, and how.
+    /// What would bring the memory within reach: the program to configure, and the setting.
     pub fn remedies(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::SharedMemory => &[

@@ -1,8 +1,8 @@
 //! Why two programs that should be alike aren't: compares pages at the same offsets of like mappings.
 //!
-//! We read both programs' mappings in blocks of 64 pages. A page that differs is looked for among all pages of the other
-//! program that we've read, and, shifted by any number of bytes, within the other program's block. For the latter we
-//! index windows of 16 bytes whose hash ends in zeros: whatever the shift, the same windows are chosen on both sides.
+//! We read both programs' mappings in blocks of 64 pages. If a page differs, we look for the same page anywhere in the
+//! other program's pages that we've read, and for the same bytes, at any shift, in the other program's block. To find
+//! shifted bytes we index the 16-byte windows whose hash ends in zeros: both sides choose the same windows.
 
 use super::super::reader::ScanReader;
 use super::cause::{Cause, Causes};
@@ -21,13 +21,13 @@ use std::sync::Arc;
 const BLOCK: u64 = 64;
 /// We compare about this many pages, which takes some 0.2 s.
 const PAGES: f64 = 8192.0;
-/// If at most this many of 512 words differ, the pages differ in a few words.
+/// Two pages differ in a few words if at most this many of their 512 words differ.
 const FEW_WORDS: usize = 64;
-/// Of 128 windows we index one.
+/// We index the windows whose hash has none of these bits: one in 128.
 const ANCHOR_MASK: u64 = 127;
 const WINDOW: usize = 16;
 
-/// How a page relates to the other program's.
+/// How a page compares with the other program's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Likeness {
@@ -72,15 +72,16 @@ impl Likeness {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct PairReport {
     pub pids: [i32; 2],
-    /// How many pages of the first program we've compared, and the share of its pages that this is.
+    /// How many pages of the first program we've compared, and about which part of all its pages.
     pub pages: u64,
     pub sampled_fraction: f64,
-    /// By number of pages.
+    /// The largest class first.
     pub classes: Vec<Class>,
-    /// Words that differ on pages of which few do, and how many of them are addresses of the program's own memory.
+    /// How many words differ on pages that nearly match, and how many of these words are addresses in the program's own
+    /// memory.
     pub differing_words: u64,
     pub pointer_words: u64,
-    /// Pages that either program maps by huge pages.
+    /// Pages for which either program has a huge page.
     pub huge_pages: u64,
 }
 
@@ -105,7 +106,7 @@ impl Space {
     }
 }
 
-/// The words in which two pages differ.
+/// How many words differ between two pages, and how many of these are pointers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Difference {
     words: usize,
@@ -124,7 +125,7 @@ impl Difference {
         difference
     }
 
-    /// `None` if the pages differ in too much.
+    /// `None` if too many words differ.
     fn likeness(self) -> Option<Likeness> {
         match self.words {
             0 => Some(Likeness::Same),
@@ -140,7 +141,7 @@ fn words(page: &PageBytes) -> impl Iterator<Item = u64> {
     page.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
 }
 
-/// The pages of a block that we could read.
+/// A block of one program's pages, with the contents of those that we could read.
 #[derive(Debug)]
 struct Block {
     bytes: Vec<u8>,
@@ -179,12 +180,12 @@ impl Block {
     }
 }
 
-/// Calls `visit` with the hash and the place of each indexed window.
+/// Calls `visit` with the hash and the offset of each window that we index.
 fn anchors(bytes: &[u8], mut visit: impl FnMut(u64, usize)) {
     for (at, window) in bytes.windows(WINDOW).enumerate() {
         let word = |from: usize| window[from..from + 8].try_into().map_or(0, u64::from_le_bytes);
         let (first, second) = (word(0), word(8));
-        // Windows within a repeated byte are everywhere.
+        // Windows that repeat 8 bytes, such as zeros, occur everywhere.
         if first == second {
             continue;
         }
@@ -195,7 +196,7 @@ fn anchors(bytes: &[u8], mut visit: impl FnMut(u64, usize)) {
     }
 }
 
-/// Whether a block holds most of this page, at any place.
+/// Whether a block has most of this page's bytes, at any offset. `places`: the block's indexed windows by hash.
 fn holds_shifted(page: &PageBytes, places: &HashMap<u64, usize>, block: &[u8]) -> bool {
     let mut tried = BTreeSet::new();
     let mut found = false;
@@ -252,7 +253,7 @@ fn like_mappings(one: &[VmaDetail], other: &[VmaDetail]) -> Vec<(usize, usize)> 
     pairs.into_iter().collect()
 }
 
-/// Mappings with pages that we can read.
+/// The address ranges that a process maps, and the mappings whose pages we may read.
 fn readable(process: &Process) -> Result<(Space, Vec<VmaDetail>), ReadError> {
     let mut details = read_smaps_named(process)?;
     let space = Space::of(&details);
@@ -263,14 +264,14 @@ fn readable(process: &Process) -> Result<(Space, Vec<VmaDetail>), ReadError> {
     Ok((space, details))
 }
 
-/// A block of like mappings: where it begins in each program, and its pages.
+/// A block of two like mappings: its first page in each program, and its length.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     first: [Vpn; 2],
     pages: u64,
 }
 
-/// The blocks of the first program's mappings that have pages, and the number of these pages.
+/// The blocks in which the first program has pages in memory, and the number of these pages.
 fn places(
     reader: &mut PageReader,
     process: &Process,
@@ -297,7 +298,7 @@ fn places(
     Ok((places, populated))
 }
 
-/// What we know when all blocks are compared.
+/// The results of the blocks that we've compared.
 #[derive(Debug, Default)]
 struct Comparison {
     classes: BTreeMap<Likeness, u64>,

@@ -92,7 +92,7 @@ fn rows(text: &mut String, report: &WhyReport, style: Style) {
     }
 }
 
-/// Which frames several rows map.
+/// A sentence on the frames that several rows map.
 fn in_common(frames: CommonFrames, rows: usize) -> String {
     let except = "The kernel's own pages (zero page, vDSO) and unknown memory don't count.";
     match (rows, frames.all()) {
@@ -125,7 +125,7 @@ fn compared(text: &mut String, pair: &PairReport, style: Style) {
     if pair.differing_words > 0 {
         let pointers = percent(pair.pointer_words as f64, pair.differing_words as f64);
         let words = thousands(pair.differing_words);
-        text.line(format!("Where few words differ, {words} do; {pointers} of these are pointers."));
+        text.line(format!("Pages that nearly match differ in {words} words; {pointers} of these are pointers."));
     }
     if pair.huge_pages > 0 {
         let share = percent(pair.huge_pages as f64, pair.pages as f64);
