@@ -42,7 +42,7 @@ const INTERVAL: Duration = Duration::from_millis(250);
 pub struct EnableArgs {
     #[command(flatten)]
     pub names: NameFlags,
-    /// The configuration file. It stays as it is: the change goes to FILE.d/enabled.toml
+    /// The configuration file. The change goes to FILE.d/enabled.toml, and not to this file
     #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
     pub config: PathBuf,
 }
@@ -67,10 +67,10 @@ impl EnableArgs {
     }
 }
 
-/// How the daemon took a change of the configuration.
+/// How the daemon responded to a change of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum DaemonState {
-    /// The daemon has read the files. Holds its scope.
+    /// The daemon has read the files, and has this scope now.
     Reloaded(ScopeSpec),
     Started,
     Absent,
@@ -81,16 +81,16 @@ enum DaemonState {
 struct Outcome {
     processes: usize,
     saved_bytes: u64,
-    /// How many of the processes the daemon leaves alone, the first one's reason, how many of them have left the scope,
-    /// and how many have no memory that must still be unmarked.
+    /// How many processes the daemon leaves alone, and the reason for the first.
     left_alone: usize,
     reason: Option<String>,
+    /// How many of these are out of scope, and how many have no memory left to unmark.
     out_of_scope: usize,
     unmerged: usize,
-    /// One of the processes.
+    /// One of the processes, to suggest `pagefold explain`.
     pid: Option<i32>,
     doing: String,
-    /// How long that will take, in words.
+    /// How long the daemon's work will still take, in words.
     done_in: Option<String>,
 }
 
@@ -162,7 +162,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     preflight::see_cgroups();
     let mut file = EnabledFile::open(&args.config, false)?;
     if let Some(absent) = spec.0.iter().find(|selector| !selector.is_among(&file.list)) {
-        // An earlier call may have been interrupted before the daemon read the file.
+        // An interrupted `disable` may have written the file without making the daemon read it.
         let _ = ask::<Reloaded>(&Request::Reload);
         let line = format!(
             "{absent} is not enabled in {}; pagefold config show lists what is in scope, and which file says so",
@@ -193,7 +193,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// A warning if the deny list leaves alone what this selector names, although it's in scope.
+/// A warning if the program that this selector has brought into scope is on the deny list.
 fn denial(selector: &Selector, options: &Options, file: &Path) -> Option<String> {
     let Selector::Exe(program) = selector else { return None };
     let name = program.rsplit('/').next().unwrap_or_default();
@@ -235,8 +235,8 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
         }
         Ok(other) if other.file == args.config => {
             let line = format!(
-                "the running pagefold has another scope ({}): it was started with one, or sees other files; nothing is \
-                 changed",
+                "nothing is changed: the running pagefold has another scope ({}), because it was started with one or \
+                 sees other files",
                 other.scope
             );
             Exit::new(exit::FAILURE, line).into()
@@ -252,7 +252,7 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
         Err(error) => error,
     };
     if let Err(error) = file.set(former) {
-        let line = format!("{refusal:#}; the list in {} couldn't be undone: {error:#}", shown(&args.config));
+        let line = format!("{refusal:#}; the change for {} could not be undone: {error:#}", shown(&args.config));
         return Err(Exit::new(exit::FAILURE, line).into());
     }
     // The daemon may have read the new list and answered too late, so make it read the former one.
@@ -260,7 +260,7 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
     Err(refusal)
 }
 
-/// Makes the daemon read its files. One that has just been started has read them already, but doesn't answer yet.
+/// Makes the daemon read its files. A daemon that is just starting doesn't answer yet, so we try again for a while.
 fn reload_when_ready() -> Result<Reloaded> {
     let began = Instant::now();
     loop {
@@ -322,8 +322,8 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
     }
 }
 
-/// Waits until the daemon has unmerged these processes, which are out of scope. It may have left some of them alone
-/// before, with their memory merged, so we believe other reasons only after a while.
+/// Waits until the daemon has unmerged these processes, which are out of scope now. The daemon may have left some of
+/// them alone before for another reason, with merged memory, so at first only the reason "out of scope" counts.
 fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     let began = Instant::now();
     while !pids.is_empty() {
@@ -337,7 +337,7 @@ fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     Ok(Outcome::default())
 }
 
-/// Asks the daemon for its status. One that has just been started may not answer yet.
+/// Asks the daemon for its status. A daemon that has just been started may not answer yet.
 fn outcome(pids: &[i32], began: Instant) -> Result<Outcome> {
     match ask::<Status>(&Request::Status) {
         Ok(status) => Ok(Outcome::of(&status, pids)),
@@ -372,7 +372,7 @@ fn describe_enabled(daemon: &DaemonState, outcome: Option<&Outcome>, flag: &str,
     text
 }
 
-/// `kept` processes are still in scope by other selectors.
+/// `kept`: how many processes other selectors keep in scope.
 fn describe_disabled(spec: &ScopeSpec, daemon: &DaemonState, outcome: &Outcome, kept: usize) -> String {
     let mut text = String::new();
     text.line(format!("Disabled {spec}."));

@@ -59,10 +59,10 @@ pub fn run(args: &IncludeArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Changes the list of excluded processes in its file, for later runs. We do this if no daemon is running.
+/// Removes the processes from the file that lists the excluded ones, if no daemon is running to do that.
 fn include(spec: &ScopeSpec) -> Result<Included, Exit> {
     preflight::need_root("changing which processes are excluded")?;
-    // A daemon that starts now would miss the change.
+    // While we have the lock, no daemon can start and miss the change.
     let _lock = Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))?;
     let roots = Roots::default();
     let found = resolve_for_including(spec, &roots, &[own_pid()]).map_err(|error| explain(&error))?;

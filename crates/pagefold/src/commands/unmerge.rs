@@ -1,7 +1,8 @@
-//! `pagefold unmerge` and `exclude`: give processes their own copies of merged pages, and remove their marks.
+//! `pagefold unmerge` and `exclude`: give processes their own copies of merged pages, and unmark their memory
+//! (MADV_UNMERGEABLE).
 //!
-//! A running daemon does this for us, and neither that run nor later ones merge the processes again. Without a daemon,
-//! this command does the work, and only `exclude` keeps the processes out of later runs.
+//! If a daemon is running, it does this for us, and neither its run nor later runs merge the processes again. Without a
+//! daemon, this command does the work, and only `exclude` makes later runs leave the processes alone.
 
 use crate::audit::{Audit, Demand, Entry, Owner};
 use crate::config::flags::AuditFlags;
@@ -56,9 +57,9 @@ pub struct Summary {
     longest_stop_us: f64,
     pub processes: Vec<Process>,
     pub still_saved_bytes: u64,
-    /// The processes that are kept out from now on, as flags.
+    /// The processes that runs leave alone from now on, as command line flags.
     kept_out: Option<String>,
-    /// Why we couldn't save the list of kept-out processes. Then only the running daemon keeps them out.
+    /// Why we couldn't save the list of these processes. If we couldn't, only the running daemon leaves them alone.
     pub not_kept: Option<String>,
     /// Whether a daemon did the work, and not this command.
     by_daemon: bool,
@@ -81,7 +82,7 @@ impl Summary {
         Self { schema: "pagefold.unmerge/1".to_owned(), ..Self::default() }
     }
 
-    /// A daemon's summary. `kept_out` names the processes that the daemon won't merge again, as flags.
+    /// A daemon's summary. `kept_out`: the processes that it won't merge again, as command line flags.
     pub fn of_daemon(kept_out: String, still_saved_bytes: u64) -> Self {
         Self { kept_out: Some(kept_out), by_daemon: true, still_saved_bytes, ..Self::new() }
     }
@@ -148,7 +149,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
 }
 
 fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
-    // From here on we never wait for a reader of our messages, who could keep us from restoring KSM's settings.
+    // From here on we never wait for a reader of our messages: a slow one could keep us from restoring KSM's settings.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
@@ -189,7 +190,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
             record(&mut audit, &owners, &done);
             over.extend(done);
         }
-        // Look for children forked meanwhile: they have the marks that their parents had then.
+        // Look for children forked meanwhile: they've inherited their parents' marks.
         scoped = args.scope.resolve_for_undoing_again(&found);
     }
     let done = unmerger.finish();
@@ -200,7 +201,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     for process in &over {
         summary.add(process);
     }
-    // If a program keeps its memory map locked, ksmd's scan would wait for the lock, so then we don't scan.
+    // If a process still holds its mmap lock, ksmd would wait for the lock, so we don't have ksmd scan.
     let is_locked = over.iter().any(|process| process.failure.as_ref().is_some_and(|error| error.is_late()));
     let restored = lease.map(|lease| if is_locked { Ok(restore(lease)) } else { settle(lease) }).transpose();
     if let Some(audit) = &mut audit {
@@ -216,7 +217,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     Ok(summary)
 }
 
-/// Adds the processes to the list for later runs. We hold the lock, so no daemon writes the list.
+/// Adds the processes to the list of those that later runs exclude. Our caller has the lock, so no daemon writes it.
 fn exclude(spec: &ScopeSpec, found: &[ProcessInfo]) -> Result<(), Exit> {
     let spec = Selectors::of(spec).map_err(|error| explain(&error))?.spec();
     let mut list = kept_out::read()?;
@@ -250,10 +251,11 @@ fn code_of(error: &UnmergeError) -> u8 {
     }
 }
 
-/// Ends the lease after scans that let ksmd release unmarked memory. Returns the knobs that we can't restore yet.
+/// Has ksmd scan so that it releases unmarked memory, and then ends the lease. Returns the knobs that we can't restore
+/// yet.
 ///
-/// If pages are merged on request, we don't scan: the mappings of all named pages are marked, and ksmd would merge them
-/// across trust domains. Unmarked memory then counts as merged until its process ends.
+/// If pages are merged on request, we don't scan: all mappings with such pages are marked, and ksmd would merge them
+/// across trust domains. Without a scan, unmarked memory counts as merged until its process ends.
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     if Path::new(request::DEVICE).exists() {
         return Ok(restore(lease));
@@ -273,7 +275,8 @@ fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
     outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect()
 }
 
-/// The summary in words. `who` names the merging system; `target` and `targets` are the words for one and several.
+/// The summary in words. `who` is KSM or Xen; `target` and `targets` are the words for one and several processes or
+/// guests.
 pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style: Style) -> String {
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();
@@ -282,7 +285,7 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
     let unmerged = style::count(done, target, targets);
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
     for process in &summary.processes {
-        // Guests have no marks, so we look at both figures.
+        // Xen guests have no marks, so look at both figures.
         if process.unmarked_bytes.max(process.given_back_bytes) == 0 {
             continue;
         }
@@ -295,9 +298,11 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
             text.line(format!("Not done yet in {failed}: pagefold keeps trying (see pagefold status)."));
         }
         match &summary.not_kept {
-            None => text.line(format!("Kept out until pagefold include {kept_out}.")),
+            None => text.line(format!("Not merged again until pagefold include {kept_out}.")),
             Some(why) => {
-                text.line(format!("Kept out until pagefold include {kept_out}, but not after a restart: {why}."));
+                text.line(format!(
+                    "Not merged again until pagefold include {kept_out}, or until the daemon restarts: {why}."
+                ));
             }
         }
     }
