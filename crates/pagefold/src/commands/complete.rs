@@ -8,8 +8,8 @@ use pagefold_text::style::{self, Lines};
 
 /// Prints the names of running workloads of a kind, one a line.
 ///
-/// Users can name cgroups, and bash evaluates what it completes. So we leave out names with characters that mean
-/// something to a shell.
+/// Users can choose the names of cgroups, and bash evaluates completions. So we leave out names with characters that
+/// are special to a shell.
 pub fn run(kind: &str) -> Result<u8> {
     let mut text = String::new();
     if let Some(kind) = WorkloadKind::of_name(kind) {

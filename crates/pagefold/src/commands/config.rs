@@ -41,7 +41,7 @@ pub struct ConfigArgs {
     /// The configuration file; the files in FILE.d are read after it
     #[arg(value_name = "FILE", default_value = DEFAULT_FILE)]
     file: PathBuf,
-    /// The same, as other commands take it
+    /// The same file, with the option that other commands have
     #[arg(long, value_name = "FILE", hide = true, conflicts_with = "file")]
     config: Option<PathBuf>,
 }
@@ -87,8 +87,8 @@ fn without_scope(file: &Path) -> Exit {
     Exit::new(exit::NO_SCOPE, line)
 }
 
-/// Refuses what a run with these settings would refuse when it opens its files and looks for processes. A selector of
-/// processes that don't run yet is fine.
+/// Fails if a run with these settings would fail when it opens its files or looks for processes. It's fine if a
+/// selector matches no running process.
 fn check_run(settings: &Settings) -> Result<(), Exit> {
     place::of_file("the learned file", settings.learned.as_deref())?;
     if let Some(directory) = &settings.fleet.directory {
@@ -107,14 +107,16 @@ fn check_run(settings: &Settings) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Warnings about settings that are valid, but void each other.
+/// Warnings about settings that are valid, but cancel each other out.
 fn contradictions(options: &Options) -> Vec<String> {
     let mut warnings = Vec::new();
     let denied = DenyList::new(options.denied.clone().unwrap_or_default());
     for name in options.allowed.iter().flatten() {
         let names = [name.clone().into_bytes(), name.clone().into_bytes()];
         if let Some(entry) = denied.entry_for(&names, |_| Matching::No) {
-            warnings.push(format!("except in [deny] has no effect on {name}: also denies {entry}; remove one of them"));
+            warnings.push(format!(
+                "the list \"except\" in [deny] has no effect on {name}: \"also\" has {entry}; remove one of them"
+            ));
         }
     }
     if let Some(merged) = &options.merged_domain {
@@ -179,7 +181,7 @@ fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
     Some(format!("no program {name} is running or in a directory such as /usr/bin; {advice}"))
 }
 
-/// A single configuration file with the same settings. A comment names the origin of each value.
+/// Merges the files into the text of one configuration file. A comment after each value shows which file sets it.
 fn text(layers: &[Layer]) -> String {
     let preset = Config::of_preset(merged(layers).preset.unwrap_or_default());
     let mut text = String::new();

@@ -24,11 +24,11 @@ pub struct DoctorArgs {
     /// Print the findings as JSON (schema pagefold.doctor/1)
     #[arg(long)]
     json: bool,
-    /// Restore the KSM knobs that an earlier run left changed, because it was killed or pages were merged. If there's
-    /// no record of the old values any more, set the kernel's defaults
+    /// Restore the KSM knobs that an earlier run could not, because it was killed or because pages were still merged.
+    /// If the record of the old values is lost, set the kernel's defaults
     #[arg(long)]
     fix: bool,
-    /// Print only the knobs that --fix has restored, and check nothing else
+    /// Print only which knobs --fix restored or could not restore, and check nothing else
     #[arg(long, short, requires = "fix", conflicts_with_all = ["json", "verbose"])]
     quiet: bool,
     /// Also show the notes, and the checks that are fine
@@ -53,7 +53,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     }
     let mut findings = examine(&roots);
     let mut code = code(&findings);
-    // `run` reads the configuration before anything else.
+    // `run` reads the configuration first, so its refusal overrides the code of other findings.
     let refusal = match Settings::of(&RunArgs::default()) {
         Err(exit) => Some(("config", "pagefold does not start with such a configuration", exit)),
         Ok(settings) if code == exit::OK => {
@@ -73,7 +73,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     Ok(if unfinished { exit::FAILURE } else { code })
 }
 
-/// Opens the device for merging on request, if the configuration demands it.
+/// Opens /dev/ksm if the configuration demands merging on request.
 fn demanded_device(settings: &Settings) -> Result<(), Exit> {
     if settings.mechanism == MechanismChoice::Request {
         preflight::request_device(settings.mechanism, settings.placement.default, &*preflight::ksm()?)?;

@@ -1,5 +1,5 @@
-//! `pagefold exec`: starts a program whose memory KSM may merge. The kernel marks all of it (PR_SET_MEMORY_MERGE), so
-//! we never trace the program.
+//! `pagefold exec`: starts a program whose memory KSM may merge. PR_SET_MEMORY_MERGE makes all of the program's memory
+//! mergeable, so we needn't trace the program.
 
 use anyhow::Result;
 use pagefold_procmem::merge_any::set_merge_any;

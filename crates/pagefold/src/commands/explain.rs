@@ -64,7 +64,7 @@ pub struct Explanation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
     pub unseen_bytes: u64,
-    /// Whether the target is a Xen guest. Then `pid` is the guest's number.
+    /// Whether the target is a Xen guest. If so, `pid` is the guest's domain ID.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub guest: bool,
 }
@@ -123,7 +123,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
     print(args.json, &explanation)
 }
 
-/// Explains a guest, by name or number, if the daemon is pagefold-xen's.
+/// Explains a Xen guest, given its name or domain ID. Only the daemon of pagefold-xen knows guests.
 pub fn run_of_guest(guest: &str, json: bool) -> Result<u8> {
     let explanation: Explanation = ask(&Request::Guest { guest: guest.to_owned() })?;
     if !explanation.in_scope {
@@ -195,7 +195,7 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
 
 /// Explains a process from the daemon's facts.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
-    // If the targets are Xen guests, `target.pid` is a guest's number.
+    // If the targets are Xen guests, `target.pid` is a guest's domain ID, and no process's.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
     let Some(target) = target else { return Ok(begun(facts, pid)) };
     let process = Process::open(pid).map_err(|error| look_with_ps(&error))?;
@@ -213,7 +213,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
 }
 
 fn look_with_ps(error: &ReadError) -> String {
-    format!("{error}; look with ps")
+    format!("{error}; list the processes with ps")
 }
 
 /// Explains a target, given its executable and its mappings.
@@ -243,7 +243,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<&Path>, detail
     explanation
 }
 
-/// Explains a process that is out of scope: we only know which memory we'd leave alone.
+/// Explains a process that is out of scope: we can only say which memory we'd leave alone.
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
@@ -277,7 +277,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
 
 fn not_readable(error: &ReadError) -> Exit {
     match error {
-        ReadError::Vanished { .. } => Exit::new(exit::NO_SCOPE, format!("{error}; look with ps")),
+        ReadError::Vanished { .. } => Exit::new(exit::NO_SCOPE, format!("{error}; list the processes with ps")),
         ReadError::Denied { .. } => Exit::new(exit::NOT_PERMITTED, format!("{error}; run as root")),
         _ => Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")),
     }
@@ -291,12 +291,12 @@ impl Explanation {
         self.left_alone.clone_from(&target.left_alone);
     }
 
-    /// Adds the executable, and the mappings that we leave alone.
+    /// Fills in the executable and the mappings that we leave alone.
     fn see(&mut self, exe: Option<&Path>, details: &[VmaDetail]) {
         self.exe = exe.map(shown);
         for detail in details {
             let Some(exclusion) = vma_exclusion(detail) else { continue };
-            // Kernel pages don't count as the process's memory.
+            // Pages that the kernel provides (vDSO) don't count as the process's memory.
             let kib = if exclusion == Exclusion::Special { 0 } else { detail.rss_kib };
             self.excluded.push(Excluded {
                 range: range(detail.vma.start, detail.vma.end),
@@ -317,7 +317,7 @@ impl Explanation {
             }
         }
         if kib > 0 {
-            self.notes.push(format!("Somewhere in it, {} are {}.", human(kib << 10), Exclusion::Pinned));
+            self.notes.push(format!("Of its memory, {} are {}.", human(kib << 10), Exclusion::Pinned));
         }
     }
 
@@ -330,7 +330,7 @@ impl Explanation {
 fn row(region: &RegionState, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
     let start = region.first.address();
     let end = start + region.pages.bytes().0;
-    // We take the region's first mapping: all mappings of a region differ only in their marks.
+    // We take the region's first mapping: a region's mappings differ only in whether they're marked (VM_MERGEABLE).
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
     let kind = mapping.map_or("no longer mapped".to_owned(), |detail| kind_of(&detail.vma, program).to_string());
     row_of(region, facts, kind, mapping.and_then(name))

@@ -21,7 +21,7 @@ pub struct HistoryArgs {
     /// Read the history from this file, which the daemon writes
     #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
     pub history: PathBuf,
-    /// Print it as JSON (schema pagefold.history/1) instead of CSV
+    /// Print JSON (schema pagefold.history/1) instead of CSV
     #[arg(long)]
     pub json: bool,
 }
@@ -72,7 +72,7 @@ pub fn run(args: &HistoryArgs) -> Result<u8> {
         let line = format!("cannot read the history {}: {error}", ownership::shown(&args.history));
         match error.kind() {
             ErrorKind::PermissionDenied => Exit::new(exit::NOT_PERMITTED, format!("{line}; run as root (sudo)")),
-            _ => Exit::new(exit::FAILURE, format!("{line}; name the daemon's file by --history")),
+            _ => Exit::new(exit::FAILURE, format!("{line}; give the daemon's file with --history")),
         }
     })?;
     let export = Export::of(&moments);

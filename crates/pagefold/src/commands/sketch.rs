@@ -1,4 +1,4 @@
-//! `pagefold sketch`: makes a sketch of each workload once. It only reads memory.
+//! `pagefold sketch`: writes a sketch of each workload, a sample of its pages' digests. Only reads memory.
 
 use crate::backend::Backend;
 use crate::config::args::RunArgs;
@@ -34,10 +34,9 @@ pub struct SketchArgs {
     pub scope: ScopeArgs,
     #[command(flatten)]
     pub deny: DenyFlags,
-    /// The key that all hosts of the fleet share
+    /// File with the key that all hosts of the fleet share
     ///
-    /// 64 hexadecimal digits, in a file that only root can read. By default we use the key that the configuration file
-    /// names.
+    /// 64 hexadecimal digits, readable by root only. By default we use the key file that the configuration file sets.
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
     /// Name of this host in the fleet [default: its host name]
@@ -50,8 +49,8 @@ pub struct SketchArgs {
     pub output: PathBuf,
     /// Read other options from this file
     ///
-    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with a
-    /// scope on the command line only what it denies]
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with
+    /// a scope on the command line only its sections deny and domains]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Print the figures as JSON (schema pagefold.sketch-summary/1)
@@ -59,11 +58,11 @@ pub struct SketchArgs {
     pub json: bool,
 }
 
-/// Pages read in a second: 200 MiB, a tenth of a core.
+/// We read at most this many pages per second: 200 MiB, which takes a tenth of a core.
 const PAGES_PER_SECOND: u64 = 50_000;
-/// Pages read at a time.
+/// After at most this many pages we pause.
 const PORTION: u64 = 5_000;
-/// How long we wait to learn the mappings of all processes.
+/// How long we try to learn the mappings of all processes before we read pages.
 const KNOWN_LIMIT: Duration = Duration::from_secs(10);
 
 const SCHEMA: &str = "pagefold.sketch-summary/1";
@@ -195,7 +194,7 @@ impl WorkloadRow {
     }
 }
 
-/// Rows that we show. A last line sums up the rest.
+/// We show at most this many rows. A last line counts the rest.
 const ROWS: usize = 20;
 
 fn describe(summary: &Summary, style: Style) -> String {

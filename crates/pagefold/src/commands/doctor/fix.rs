@@ -19,8 +19,8 @@ pub enum Fixed {
 }
 
 impl Fixed {
-    /// Whether some knobs couldn't be restored, or not in time. Deferred ones don't count: the kernel refuses them
-    /// while pages are merged.
+    /// Whether we failed to restore some knobs, or ksmd's scan didn't end in time. Deferred knobs don't count: the
+    /// kernel refuses to set them while pages are merged.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }
@@ -50,7 +50,7 @@ impl Fixed {
         lines
     }
 
-    /// The same lines if a knob was restored or couldn't be, otherwise none.
+    /// [`Self::lines`] if we've restored a knob or failed to. Nothing otherwise.
     pub fn news(&self) -> Vec<String> {
         match self {
             Self::Done(done) if !done.restored.is_empty() || self.is_unfinished() => self.lines(),
@@ -78,7 +78,6 @@ impl Fixed {
     }
 }
 
-/// Knobs with their values.
 fn values(knobs: impl Iterator<Item = (Knob, u64)>) -> Value {
     knobs.map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()
 }

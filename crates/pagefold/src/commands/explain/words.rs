@@ -17,7 +17,7 @@ use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 const REGIONS: usize = 12;
 /// We only sum up regions below this size (bytes), unless there are no larger ones.
 const SMALL: u64 = 1 << 20;
-/// For each reason to leave mappings alone, we show at most this many of them.
+/// For each reason to leave mappings alone, we show at most this many mappings.
 const MAPPINGS: usize = 6;
 const WIDTH: usize = 78;
 
@@ -58,7 +58,7 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             None => waits(&wave, price_ns, &left, state.activity.in_force),
         },
         Reason::AwaitsNewcomers => format!(
-            "Its parts with few duplicates wait until new memory has been read, which may hold copies (at most {left})."
+            "Its parts with few duplicates wait for at most {left}, until new memory is read, which may hold copies of them."
         ),
         Reason::TakenBack => {
             format!("Left alone for {left}: it was unmerged because memory was short.")
@@ -68,8 +68,8 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
              memory limit has no headroom for them."
         ),
         Reason::Unmerged => format!(
-            "Unmarked and left alone for {left}: it has copies, but ksmd could merge almost none of it. It is pinned or not mergeable \
-             (io_uring buffers, VFIO, RDMA), or its copies are."
+            "Unmarked and left alone for {left}: it has copies, but ksmd could merge almost none of it. Either it or its copies are \
+             pinned or not mergeable (io_uring buffers, VFIO, RDMA)."
         ),
         Reason::CowBroken(ratio) => {
             let share = percent(ratio.fraction(), 1.0);
@@ -136,7 +136,9 @@ fn done(region: &RegionState, facts: &Facts) -> String {
         (None, false) if region.exact => {
             "Read whole, and pages with a copy are merged; watched for changes.".to_owned()
         }
-        (None, false) => "Its pages were read in a relative, and those with a copy are merged everywhere.".to_owned(),
+        (None, false) => {
+            "Not read itself, but merged page for page with a similar process that was; watched for changes.".to_owned()
+        }
     }
 }
 
@@ -214,7 +216,10 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
         }
         (None, false) => {
             text.blank();
-            text.line(format!("Nothing rules it out: {} could be judged.", human(explanation.unseen_bytes)));
+            text.line(format!(
+                "No rule excludes this process: pagefold could look for duplicates in {}.",
+                human(explanation.unseen_bytes)
+            ));
         }
     }
     excluded(&mut text, explanation, style);
@@ -237,7 +242,7 @@ fn headline(explanation: &Explanation) -> String {
     }
     let mut memory = MemoryTotal::default();
     for row in &explanation.regions {
-        // The duplicates in marked memory, as for ksmd, even if pages are merged on request.
+        // The headline is about marked memory, so count its duplicates as with ksmd, even if we merge on request.
         memory += row.figures.memory(Mechanism::Ksmd);
     }
     let marked = human(memory.marked_bytes);
@@ -382,7 +387,7 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
     }
 }
 
-/// A path cut at its beginning, because its end is more specific.
+/// Cuts a long path at its beginning, because its end is more specific.
 fn shorten_front(path: &str, width: usize) -> String {
     let length = path.chars().count();
     if length <= width {

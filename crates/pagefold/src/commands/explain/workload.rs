@@ -48,7 +48,7 @@ pub struct ReasonRow {
 /// Explains the processes that match now.
 ///
 /// # Errors
-/// None matches, or none of them is in scope.
+/// No process matches, or none that matches is in scope.
 pub fn of(facts: &Facts, spec: &ScopeSpec) -> Result<Explanation, Exit> {
     let found = resolve(spec, &Roots::default()).map_err(|error| scope::explain(&error))?;
     let mut matching = BTreeSet::new();
@@ -83,7 +83,7 @@ pub fn of_processes(facts: &Facts, spec: &ScopeSpec, matching: &BTreeSet<(i32, u
     };
     let mut owners = BTreeSet::new();
     for target in &facts.targets {
-        // A Xen guest's number isn't a pid.
+        // A Xen guest's domain ID isn't a pid.
         let is_guest = facts.xen.is_some();
         if is_guest || !matching.contains(&(target.pid, target.start_time_ticks)) {
             continue;
