@@ -48,7 +48,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let learned = place::of_run(settings.learned.as_deref(), "learned.json", args.dry_run, LearnedFile::open)?;
-    // A list of excluded processes that we can't use ends the run before it changes anything.
+    // If we can't use the list of excluded processes, the run ends here, before it changes anything.
     let bounds = Bounds::of(&settings, device.is_none())?;
     let fleet = settings.fleet.open()?;
     let outputs = start.open(args, settings.clone())?;
@@ -59,8 +59,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let left_alone = check_scope(args, &settings, bounds)?;
 
     let mode = take(injector, &ksm, &initial_knobs(&settings, device.is_some()))?;
-    // Read the list again now that nobody else can change it: commands that change it without a daemon need the lock
-    // that we've just taken.
+    // Read the list of excluded processes again now that nobody else can change it: commands that change the list
+    // without a daemon need the lock that we've just taken.
     let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..settings.config.clone() };

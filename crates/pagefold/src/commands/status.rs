@@ -47,7 +47,7 @@ pub struct StatusArgs {
     /// Print the daemon's answer as JSON (schema pagefold.status/1)
     #[arg(long)]
     pub json: bool,
-    /// Show it again every 5 s until interrupted; with --json, a line each time
+    /// Print the status every 5 s until interrupted; with --json, one line each time
     #[arg(long)]
     pub watch: bool,
 }
@@ -142,7 +142,7 @@ pub struct DomainRow {
     pub processes: usize,
     pub resident_bytes: u64,
     pub marked_bytes: u64,
-    /// Whether we leave the domain alone because ksmd merges another one.
+    /// Whether we leave this trust domain alone because ksmd merges another domain.
     pub left_alone: bool,
 }
 
@@ -267,7 +267,7 @@ impl Status {
         }
     }
 
-    /// Keeps the users of KSM that aren't processes of this run.
+    /// Sets `others` to the users of KSM that aren't processes of this run.
     pub fn set_others(&mut self, mut users: Vec<KsmUser>) {
         let mut ours = BTreeSet::new();
         for row in &self.programs.processes {
@@ -344,7 +344,7 @@ impl Programs {
         }
     }
 
-    /// How many processes we leave alone for a reason.
+    /// How many processes we leave alone for this reason.
     pub fn left_alone_for(&self, reason: &str) -> usize {
         self.left_out.iter().find(|row| row.reason == reason).map_or(0, |row| row.processes)
     }

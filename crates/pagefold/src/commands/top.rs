@@ -74,13 +74,13 @@ pub struct TopArgs {
 /// The history, or why there is none.
 type Moments = Result<Vec<Moment>, String>;
 
-/// What we learn from the daemon at one time.
+/// The answers to one round of requests to the daemon.
 pub struct Answer {
     /// When the answer came, seconds since 1970.
     time: u64,
     status: Result<Status, String>,
     explanation: Option<Result<Explanation, String>>,
-    /// Present if we've read the history again for this answer.
+    /// `None` if we haven't read the history again for this answer.
     history: Option<Moments>,
 }
 
@@ -127,7 +127,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     result.map(|()| exit::OK)
 }
 
-/// The screen of a terminal that has room for all programs.
+/// The screen as text, with a row for each program, but [`ROWS_MOST`] at most.
 fn print_once(status: Status) -> String {
     let mut top = Top::new(false);
     top.host = host_name();
@@ -135,7 +135,7 @@ fn print_once(status: Status) -> String {
     top.update(Answer { time: history::now(), status: Ok(status), explanation: None, history: None });
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
     let mut text = screen(&mut top, (columns.clamp(40, 500), rows));
-    // The last line names keys.
+    // Cut off the last line, which shows keys to press.
     let end = text.trim_end().rfind('\n').unwrap_or(0);
     text.truncate(text[..end].trim_end().len());
     text + "\n"
@@ -145,7 +145,7 @@ fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
     let mut text = String::new();
     // Drawing into memory can't fail.
     let Ok(mut terminal) = Terminal::new(TestBackend::new(width, height)) else { return text };
-    // What the backend has of it is wrong beyond 65,535 cells (ratatui 0.29, `Buffer::pos_of`).
+    // Use the returned buffer: the backend's is wrong beyond 65,535 cells (ratatui 0.29, `Buffer::pos_of`).
     let Ok(drawn) = terminal.draw(|frame| draw::draw(frame, top)) else { return text };
     for y in 0..height {
         let row: String = (0..width).map(|x| drawn.buffer[(x, y)].symbol()).collect();
@@ -154,7 +154,7 @@ fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
     text
 }
 
-/// Ends the program on a signal. This needs a thread: once the terminal is gone, crossterm keeps reading it forever.
+/// Ends the program on a signal. This needs a thread: if the terminal is gone, crossterm tries to read from it for ever.
 fn end_on_signals() -> io::Result<()> {
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM])?;
     std::thread::spawn(move || {
@@ -199,7 +199,7 @@ fn moments(path: &Path, since: Duration) -> Moments {
     history::read(path, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(path)))
 }
 
-/// Adds to the error that there's no history either.
+/// Adds to an error that we can't read the history either.
 fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
     Exit::new(pagefold_text::program::code_of(error), format!("{error:#}; nor can the history be read: {problem}"))
         .into()
@@ -249,7 +249,7 @@ fn show(mut top: Top, answers: &Receiver<Answer>, explained: &AtomicI32) -> Resu
     Ok(())
 }
 
-/// Holds the terminal. Dropping this restores the terminal.
+/// The terminal in raw mode, on its alternate screen. Dropping this restores the terminal.
 struct Screen;
 
 impl Screen {

@@ -25,7 +25,7 @@ pub struct Progress {
     manager: ServiceManager,
     /// The processes that we've left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
-    /// How many more processes we've left alone.
+    /// How many more processes we've left alone than the list has.
     pub left_alone_more: u64,
     messages: MessageLimit,
 }
@@ -68,8 +68,8 @@ impl Progress {
         }
     }
 
-    /// Reports processes or guests that we leave alone, each once for each reason: a line for each program and reason.
-    /// `noun` is the word for the target.
+    /// Reports processes or guests that we leave alone, unless we've reported them for the same reason before: one line
+    /// for each program and reason. `noun` is "process" or "guest".
     pub fn leave_alone(&mut self, noun: &str, all: Vec<LeftAlone>) {
         let mut first: BTreeMap<(String, String), (i32, usize)> = BTreeMap::new();
         for left in all {

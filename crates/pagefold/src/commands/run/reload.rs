@@ -37,7 +37,7 @@ pub struct ActiveSettings<'a> {
 }
 
 impl<'a> ActiveSettings<'a> {
-    /// Begins to log, and opens the audit log, except in a dry run.
+    /// Starts the log, and opens the audit log unless this is a dry run.
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
         log::start(&settings.log, service::has_standard_error());
         let audit = match settings.audit.as_deref() {
@@ -163,7 +163,7 @@ impl<'a> ActiveSettings<'a> {
             self.say(progress, "settings", format!("the log level is now {}", read.log));
         }
         self.settings.log = read.log;
-        // The rules themselves can't change during a run, only the domain to merge.
+        // The rules of trust domains can't change during a run, only which domain ksmd merges.
         let former = self.settings.domains.merged();
         self.settings.domains.merge = read.domains.merge;
         let merged = self.settings.domains.merged();

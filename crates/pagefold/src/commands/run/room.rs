@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Default)]
 pub struct RoomReports {
     machine: RoomState,
-    /// Limits that had too little headroom, with their states.
+    /// The limits that had too little headroom at the last call, with their states.
     limits: BTreeMap<LimitKey, RoomState>,
 }
 

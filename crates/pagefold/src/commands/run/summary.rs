@@ -52,7 +52,7 @@ pub struct Summary {
     stood_down: Option<String>,
     audit_lost: u64,
     left_alone: Vec<LeftAlone>,
-    /// Processes that we left alone and don't list.
+    /// How many more processes we left alone than `left_alone` lists.
     #[serde(skip_serializing_if = "is_zero")]
     left_alone_more: u64,
 }
@@ -63,7 +63,7 @@ fn is_zero(number: &u64) -> bool {
 }
 
 impl Summary {
-    /// The summary of a run that has given KSM back.
+    /// The summary of a run that has ended and no longer controls KSM.
     pub fn new(
         active: &ActiveSettings<'_>,
         run: &RunFacts,

@@ -8,17 +8,17 @@ use pagefold_host::scope::exclude::Exclusion;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 
-/// We list at most this many selectors, and sum up the rest.
+/// We list at most this many selectors, and sum up the others.
 const SCOPES_MOST: usize = 20;
-/// The word for the remaining selectors, and for reasons that concern mappings rather than processes.
+/// The label for the remaining selectors, and for reasons that concern mappings rather than processes.
 pub const OTHER: &str = "other";
-/// The word for processes that users keep out.
+/// The label for processes that a user has unmerged or excluded.
 pub const UNMERGED: &str = "unmerged";
 
 /// The processes that one selector has brought into scope.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScopeRow {
-    /// `pid`, `cgroup`, `user`, `exe`, `all` or `other`.
+    /// `pid`, `cgroup`, `user`, `exe`, a kind of workload such as `unit` or `vm`, `all`, or `other`.
     pub kind: String,
     /// The selector's value as the administrator wrote it.
     pub name: String,
@@ -66,10 +66,10 @@ pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
     rows
 }
 
-/// The word for processes that we don't even know, since there are too many of one user or cgroup.
+/// The label for processes that we don't track, because one user or cgroup has too many.
 pub const TOO_MANY: &str = "too-many-processes";
 
-/// The words for all reasons to leave a process alone.
+/// The labels for all reasons to leave a process alone.
 pub const REASONS: [&str; 21] = [
     "kernel-thread",
     "ended",
@@ -94,7 +94,7 @@ pub const REASONS: [&str; 21] = [
     OTHER,
 ];
 
-/// The word for the reason of an exclusion.
+/// The label for an exclusion.
 pub fn reason_of(exclusion: &Exclusion) -> &'static str {
     match exclusion {
         Exclusion::KernelThread => "kernel-thread",
@@ -116,7 +116,7 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::Bits32 => "32-bit",
         Exclusion::TooManyMappings { .. } | Exclusion::TooManyInAll => "too-many-mappings",
         Exclusion::Restless => "restless",
-        // Only scans leave processes out for this.
+        // Only scans leave processes out for this reason.
         Exclusion::SameMemory { .. }
         // These concern a mapping, not a process.
         | Exclusion::Shared

@@ -13,13 +13,13 @@ const LISTED_MOST: usize = 20;
 pub struct ReserveView {
     /// The reserve as the user set it.
     pub keep: String,
-    /// Whether we unmerge memory when it's short. False if we merge on request.
+    /// Whether we unmerge pages when memory is short. False if we merge on request.
     pub take_back: bool,
     pub likely_bytes: u64,
     pub taken_back_bytes: u64,
     pub machine: Room,
-    /// Limits with too little headroom for copies of all merged pages: short ones before overcommitted ones, and then
-    /// by the memory left.
+    /// Limits with too little headroom for copies of all merged pages, sorted by state (short before overcommitted) and
+    /// then by the memory left.
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,

@@ -14,7 +14,7 @@ use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
 
-/// Processes that we show one by one. We sum up the rest.
+/// We show at most this many processes, and sum up the others.
 const PROCESSES: usize = 8;
 const BAR: usize = 20;
 const WIDTH: usize = 78;
@@ -101,7 +101,7 @@ fn others(status: &Status) -> Option<String> {
     if status.others.is_empty() { None } else { Some(users::sentence(&status.others)) }
 }
 
-/// Pages other than zeros that ksmd finds in marked memory, if we merge only zeros.
+/// If we merge only zeros: the marked memory that isn't zeros, which ksmd scans nevertheless.
 fn zeros(status: &Status) -> Option<String> {
     let other = human(status.other_bytes?);
     Some(format!("{other} of the marked memory holds other data; ksmd scans it, too, and merges equal pages"))
@@ -155,7 +155,7 @@ fn to_unmark(status: &Status) -> Option<String> {
     ))
 }
 
-/// The selectors of processes that users keep out, if there are any.
+/// The selectors of processes that users have unmerged or excluded, if there are any.
 fn kept_out(status: &Status) -> Option<String> {
     if status.programs.kept_out.is_empty() {
         return None;
@@ -173,14 +173,14 @@ fn kept_out(status: &Status) -> Option<String> {
     Some(format!("{}: {processes} now, until pagefold include", selectors.join("; ")))
 }
 
-/// How many processes in scope we don't even know.
+/// How many processes in scope we don't track, because there are too many.
 fn turned_away(status: &Status) -> Option<String> {
     let processes = status.programs.left_alone_for(TOO_MANY);
     let more = count(processes, "more process", "more processes");
     (processes > 0).then(|| format!("{more} in scope: there are too many of one user or cgroup"))
 }
 
-/// The number of trust domains, and the ones that we merge. `None` if there's only one, and we merge it.
+/// The number of trust domains, and which of them ksmd merges. `None` if there's only one, which isn't left alone.
 fn domains(status: &Status) -> Option<String> {
     let rows = &status.programs.domains;
     if rows.len() < 2 && rows.iter().all(|row| !row.left_alone) {
@@ -259,7 +259,7 @@ fn ksm(status: &Status) -> String {
     }
     let saved = human(status.memory.saved_machine_bytes);
     if status.run.mechanism == Mechanism::Request {
-        return format!("merges the pages that this run names (/dev/ksm); saves {saved} on the whole machine");
+        return format!("merges the pages that this run requests (/dev/ksm); saves {saved} on the whole machine");
     }
     let scans = count(usize::try_from(status.work.scans).unwrap_or(usize::MAX), "scan", "scans");
     let text = format!("controlled by this run, {scans} so far; saves {saved} on the whole machine");
@@ -274,7 +274,7 @@ fn ksm(status: &Status) -> String {
     }
 }
 
-/// Colours a kind by whether it's worth merging, isn't, or isn't known yet.
+/// Colours the text by whether this kind of memory is worth merging, isn't, or isn't known yet.
 pub fn paint(kind: Kind, text: &str, style: Style) -> String {
     match kind {
         Kind::StaticallyDuplicated => style.good(text),

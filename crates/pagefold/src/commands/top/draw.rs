@@ -38,8 +38,8 @@ const HELP: [(&str, &str); 16] = [
     ("I", "reverse the order"),
     ("h, ?, F1", "this help"),
     ("q, F10, Ctrl-C", "quit; the daemon keeps running"),
-    ("MEMORY", "what it would hold if nothing were merged; frames shared through fork are divided"),
-    ("SAVED", "its part of what merging saves; \"counting\" until we know"),
+    ("MEMORY", "its memory if nothing were merged; frames shared through fork are divided among processes"),
+    ("SAVED", "its part of the savings; \"counting\" until we know"),
     ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
     ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
 ];
@@ -63,7 +63,7 @@ impl Look {
     }
 
     pub fn warn(self) -> Style {
-        // Yellow can't be read on white, nor blue on black.
+        // Yellow is unreadable on white, and blue on black.
         self.of(Color::Magenta)
     }
 
@@ -190,7 +190,7 @@ pub fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// Draws the savings over all the time that we know, with as many seconds per column as needed to fit the width.
+/// Draws all savings in `history`, with as many seconds per column as needed to fit the width.
 fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     let [label, curve] = Layout::horizontal([Constraint::Length(8), Constraint::Min(1)]).areas(area);
     let (Some(first), Some(last)) = (history.first(), history.last()) else { return };
@@ -351,7 +351,7 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     };
     let heights = [Constraint::Length(1), Constraint::Min(2), Constraint::Length(3)];
     let [title, body, sentence] = Layout::vertical(heights).areas(area);
-    // Debian's redis-server runs /usr/bin/redis-check-rdb.
+    // The name may differ from the executable: Debian's redis-server runs /usr/bin/redis-check-rdb.
     let exe = explanation.exe.as_ref().map_or(String::new(), |exe| format!(" ({exe})"));
     let note = match &explanation.left_alone {
         Some(why) => format!(", left alone: {why}"),

@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// A table has at most this many rows. We only count the rest.
+/// A table has at most this many rows. We only count the others.
 const ROWS_MOST: usize = 200;
 
 /// The page's data: the history, the status of a running daemon, or both.
@@ -66,7 +66,7 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
     let all = status.memory.unmerged_bytes;
     let share = status.result_bytes().map_or("?".to_owned(), |result| percent(result as f64, all as f64));
     figure(html, &share, &format!("of {} {verb}", human(all)));
-    figure(html, &human(status.memory.marked_bytes), "marked, or named to the kernel");
+    figure(html, &human(status.memory.marked_bytes), "marked for merging");
     let allowed = percent(status.activity.allowed_share.fraction(), 1.0);
     figure(html, &percent(status.activity.used_share, 1.0), &format!("of a core, at most {allowed}"));
     let cpu = time(status.work.cpu_seconds.total_ns() as f64 / 1e9);
@@ -105,7 +105,7 @@ fn over_time(html: &mut String, sources: &Sources) {
     period.draw(html, "Memory available on the machine", Unit::BYTES, vec![available]);
 }
 
-/// A value over time, with a gap between two runs.
+/// The curve of a value over time, with a gap between two runs.
 fn curve(class: &'static str, name: &str, points: &[Point], value: impl Fn(&Point) -> Option<f64>) -> Curve {
     let mut values = Vec::new();
     for point in points {
@@ -185,7 +185,7 @@ fn programs(html: &mut String, status: &Status) {
     });
 }
 
-/// The table's rows: one for each process, except that those of one program in one workload share a row.
+/// The table's rows: processes of the same program in the same workload share a row.
 fn equal_processes(status: &Status) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for mut process in process_rows(status) {

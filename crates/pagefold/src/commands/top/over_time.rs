@@ -33,7 +33,7 @@ pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     draw_runs(frame, below, "CPU time", look.of(Color::Cyan), Unit::PERCENT, &cpu, since);
 }
 
-/// A curve: seconds (negative; now is 0), each with a value.
+/// Points of a curve: the time in seconds (now is 0, the past is negative), and the value.
 type Curve = Vec<(f64, f64)>;
 
 /// Splits points into a curve for each run.

@@ -20,7 +20,7 @@ pub const NO_WORKLOAD: &str = "-";
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     pub seconds: f64,
-    /// [`Status::result_bytes`].
+    /// How much the run saved, or a dry run would have saved.
     pub result_bytes: u64,
     pub cpu_ns: u64,
 }
@@ -36,7 +36,7 @@ impl Point {
     }
 }
 
-/// The part of the screen below the figures.
+/// What the screen shows below the figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
     Programs,
@@ -171,7 +171,7 @@ impl Top {
             self.history = history;
         }
         match answer.explanation {
-            // This explains another process: the user has just chosen a new one.
+            // Drop this explanation of another process: the user has just chosen a new one.
             Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
             None => {}
             found => self.explanation = found,
