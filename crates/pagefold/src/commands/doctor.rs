@@ -31,7 +31,7 @@ pub struct DoctorArgs {
     /// Print only which knobs --fix restored or could not restore, and check nothing else
     #[arg(long, short, requires = "fix", conflicts_with_all = ["json", "verbose"])]
     quiet: bool,
-    /// Also show the notes, and the checks that are fine
+    /// Also show notes, and the checks that found no problem
     #[arg(long, short)]
     verbose: bool,
 }
@@ -108,7 +108,7 @@ pub struct Doctor<'a> {
     pub code: u8,
     /// The program whose `run` we mean: pagefold or pagefold-xen.
     pub program: &'a str,
-    /// Whether to show notes and the checks that are fine.
+    /// Whether to show notes and the checks that found no problem.
     pub verbose: bool,
 }
 

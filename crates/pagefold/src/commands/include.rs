@@ -1,4 +1,4 @@
-//! `pagefold include`: lets pagefold merge processes again that `pagefold exclude` or `unmerge` has kept out.
+//! `pagefold include`: lets pagefold merge processes again after `pagefold exclude` or `unmerge`.
 
 use crate::config::scope::{ScopeArgs, explain, with_descendants};
 use crate::control::client::ask;
@@ -31,7 +31,7 @@ pub struct Included {
     schema: String,
     scope: String,
     processes: Vec<Process>,
-    /// Why we couldn't save the change. Then only the running daemon knows of it.
+    /// Why we couldn't save the change. If we couldn't, only the running daemon knows about the change.
     pub not_kept: Option<String>,
 }
 

@@ -279,7 +279,7 @@ impl Status {
         self.others = users;
     }
 
-    /// The number with the word for targets: processes or guests.
+    /// The number in words: "3 processes", or with Xen "3 guests".
     pub fn count(&self, number: usize) -> String {
         count_targets(number, self.xen.is_some())
     }

@@ -154,7 +154,7 @@ fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
     text
 }
 
-/// Ends the program on a signal. This needs a thread: if the terminal is gone, crossterm tries to read from it for ever.
+/// Ends the program on a signal. This needs a thread: once the terminal is gone, crossterm tries for ever to read it.
 fn end_on_signals() -> io::Result<()> {
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM])?;
     std::thread::spawn(move || {

@@ -161,7 +161,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     if keep_out {
         exclude(&args.scope.spec(), &scoped)?;
     }
-    // If another program is running ksmd, we go on without the lease: we'd only need it to scan.
+    // If another program controls ksmd, we go on without the lease, which we'd need only to have ksmd scan.
     let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &[]) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
@@ -263,7 +263,7 @@ pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     Ok(report_restored(&scan_and_restore(lease, PASS_LIMIT)?))
 }
 
-/// Ends the lease. Returns the knobs that we can't restore yet.
+/// Restores KSM's knobs and ends the lease. Returns the knobs that we can't restore yet.
 fn restore(lease: KsmLease) -> BTreeMap<String, u64> {
     report_restored(&lease.restore(PASS_LIMIT))
 }

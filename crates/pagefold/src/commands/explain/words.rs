@@ -142,7 +142,7 @@ fn done(region: &RegionState, facts: &Facts) -> String {
     }
 }
 
-/// Why the run doesn't merge memory that's worth merging, if it doesn't.
+/// Why the run merges nothing, even if it's worth merging. `None` if the run merges.
 fn not_driven(facts: &Facts) -> Option<String> {
     if facts.run.dry_run {
         return Some("this is a dry run".to_owned());

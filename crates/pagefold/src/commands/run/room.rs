@@ -5,7 +5,7 @@ use pagefold_engine::reserve::{Reserve, Room, RoomState};
 use pagefold_text::style::human;
 use std::collections::BTreeMap;
 
-/// The states that we reported last.
+/// The states of the headroom that we reported last.
 #[derive(Debug, Default)]
 pub struct RoomReports {
     machine: RoomState,

@@ -75,7 +75,7 @@ pub struct Surveyed {
     pub pinned_part: f64,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
-    /// The mappings to read, by ascending address.
+    /// The anonymous pages and file pages of each mapping to read, by ascending address.
     pub regions: Vec<Region>,
     /// The address ranges of these mappings.
     pub ranges: Vec<(Vpn, u32)>,
@@ -134,7 +134,7 @@ impl LeftOutByReason {
         }
     }
 
-    /// The largest first.
+    /// The reasons with their memory, the largest first.
     pub fn by_size(self) -> Vec<LeftOut> {
         let mut list: Vec<LeftOut> = self.0.into_values().collect();
         list.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));

@@ -40,7 +40,7 @@ pub struct WhyReport {
     pub totals: Row,
     /// A row for each workload, or program that belongs to none. If the scope has only pids: for each process.
     pub rows: Vec<Row>,
-    /// The causes that occur, and what would change them.
+    /// The causes that occur, with the settings that would remove them.
     pub causes: Vec<CauseRow>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair: Option<PairReport>,
@@ -61,7 +61,7 @@ pub struct Row {
     pub shared_by_fork_bytes: u64,
     pub shared_by_file_bytes: u64,
     pub unknown: Vec<Unknown>,
-    /// How many frames another row maps, too.
+    /// How many of its frames other rows map, too.
     pub frames_in_common: CommonFrames,
 }
 

@@ -1,6 +1,6 @@
 //! Processes summed up: by the selector that brought them into scope, and by the reason why we leave them alone.
 //!
-//! These sums become labels of metrics, so there are few, and their words come only from pagefold or the administrator.
+//! The sums become metrics with labels, so there are only few. A label's text is pagefold's or the administrator's own.
 
 use crate::control::queue::Facts;
 use pagefold_engine::state::MemoryTotal;

@@ -23,7 +23,7 @@ pub struct ReserveView {
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,
-    /// The number of limits without headroom to merge more, and the cgroup of the first.
+    /// How many cgroup limits have no headroom to merge more, and the cgroup of the first.
     #[serde(default)]
     pub limits_full: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -180,7 +180,7 @@ fn turned_away(status: &Status) -> Option<String> {
     (processes > 0).then(|| format!("{more} in scope: there are too many of one user or cgroup"))
 }
 
-/// The number of trust domains, and which of them ksmd merges. `None` if there's only one, which isn't left alone.
+/// The number of trust domains, and which of them ksmd merges. `None` if there's only one, and we don't leave it alone.
 fn domains(status: &Status) -> Option<String> {
     let rows = &status.programs.domains;
     if rows.len() < 2 && rows.iter().all(|row| !row.left_alone) {

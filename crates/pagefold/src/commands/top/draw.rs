@@ -19,10 +19,10 @@ use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, Table
 
 /// The smallest readable screen: columns and rows.
 const SMALLEST: (u16, u16) = (40, 12);
-/// Columns of the bars at the top.
+/// The width of the bars at the top of the screen.
 const BAR: usize = 24;
 const CURVE_ROWS: u16 = 3;
-/// Columns of the bar in a row.
+/// The width of the bar in a row of the table.
 const ROW_BAR: u16 = 10;
 
 const HELP: [(&str, &str); 16] = [
@@ -43,7 +43,7 @@ const HELP: [(&str, &str); 16] = [
     ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
     ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
 ];
-/// Columns of the keys in the help.
+/// The width of the keys' names in the help.
 const KEYS: usize = 19;
 /// From this width on, we show the latest events beside the programs.
 const WIDE: u16 = 160;

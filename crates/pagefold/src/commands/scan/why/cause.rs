@@ -20,7 +20,7 @@ pub enum Cause {
     WipeOnFork,
     /// Pages of private mappings of files on disk that the process hasn't written to.
     PageCache,
-    /// Such pages of files on a tmpfs.
+    /// Pages of private mappings of tmpfs files that the process hasn't written to.
     Tmpfs,
     /// Mergeable pages whose copies are all out of reach.
     Copies,
@@ -31,7 +31,7 @@ pub enum Cause {
 pub struct Causes {
     /// `None`: the anonymous pages can be merged.
     pub anonymous: Option<Cause>,
-    /// `None`: we don't look at pages of a file.
+    /// `None`: we don't examine the pages of the mapped file.
     pub file: Option<Cause>,
 }
 
