@@ -1,6 +1,6 @@
-//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark (many spans
-//! of one process share a line), every merge on request, every user's request to exclude or include processes, and the
-//! command's beginning and end. It contains no memory contents and no digests of them.
+//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark (if a
+//! process has many, they share a line), for merges on request, for every user's request to exclude or include
+//! processes, and for the command's beginning and end. It contains no memory contents and no digests of them.
 //!
 //! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
 //! too many lines wait already. We count lost lines and report the first; the next line that we can write says how many
@@ -26,7 +26,7 @@ use std::time::{Duration, SystemTime};
 const SCHEMA: &str = "pagefold.audit/1";
 /// Bytes of lines that may wait to be written: about 8,000 lines, more than a cycle makes.
 const ROOM: usize = 4 << 20;
-/// How much of this lines about one user's processes may take, so that no user can displace the others' lines.
+/// Lines about one user's processes may take at most this part of [`ROOM`], so that no user displaces others' lines.
 const ROOM_OF_USER: usize = ROOM / 4;
 /// How long the end of the run waits for the log.
 const END_LIMIT: Duration = Duration::from_secs(2);
@@ -46,7 +46,7 @@ pub struct Audit {
     is_stalled: bool,
     /// Bytes of the waiting lines about each user's processes.
     waiting: BTreeMap<u32, Arc<AtomicUsize>>,
-    /// Lines that we've dropped since the last one, because too many about the same user were waiting.
+    /// Lines dropped since we last queued one, because too many about the same user were waiting.
     dropped: u64,
 }
 
@@ -153,7 +153,7 @@ impl Audit {
         self.complaints.try_iter().collect()
     }
 
-    /// Waits up to [`END_LIMIT`] until all lines are written. We lose the rest.
+    /// Waits until all lines are written, up to [`END_LIMIT`]. Then we count the remaining lines as lost.
     pub fn finish(&mut self) {
         let unwritten = self.orders.flush(END_LIMIT);
         if unwritten > 0 {

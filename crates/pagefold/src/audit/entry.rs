@@ -25,9 +25,9 @@ pub enum Entry {
     Unmark(Change),
     Merge(Merge),
     Override(Override),
-    /// A user has had processes unmerged and kept out.
+    /// A user has excluded processes.
     Exclude(Demand),
-    /// A user has let processes in again.
+    /// A user has included processes that were excluded.
     Include(Demand),
     /// `lost` lines are missing here.
     Lost {
@@ -139,7 +139,7 @@ impl IntoIterator for Changes {
 pub struct Merge {
     #[serde(flatten)]
     pub owner: Owner,
-    /// The process whose pages stay. `None` if the pages were merged with the zero page.
+    /// The other process, whose pages both now map. `None` if the pages were merged with the zero page.
     with_pid: Option<i32>,
     pub bytes: u64,
     pub done_bytes: u64,
@@ -236,7 +236,7 @@ impl Entry {
 }
 
 impl Change {
-    /// The result of removing marks that mustn't stay, and the reason.
+    /// The result of unmarking memory that we may not merge any more, and the reason.
     pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
         let mut change = Self::of(owner, result);
         change.why.sentence = reason;
@@ -250,7 +250,7 @@ impl Change {
         Self::new(owner, start, start + span.pages.bytes().0, result.change.why, result.marking.into())
     }
 
-    /// Makes this line sum up another one, too.
+    /// Adds another line's span and sums to this line.
     fn join(&mut self, other: Self) {
         self.spans = Some(self.spans.unwrap_or(1) + 1);
         self.bytes += other.bytes;
@@ -258,7 +258,7 @@ impl Change {
         if self.outcome.outcome != "done" && other.outcome.outcome != "refused" {
             self.outcome.outcome = other.outcome.outcome;
         }
-        // These are hexadecimal numbers.
+        // Of two hexadecimal numbers, the longer one is larger.
         if (other.first.len(), &other.first) < (self.first.len(), &self.first) {
             self.first = other.first;
         }

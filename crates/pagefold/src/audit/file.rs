@@ -33,7 +33,7 @@ impl LogFile {
         Ok(Self { path: path.to_owned(), file, torn: false, missing: 0, lost, complaints, has_complained: false })
     }
 
-    /// Takes the next piece of work from the queue, and does it.
+    /// Does the next piece of work from the queue.
     pub(super) fn serve(&mut self, next: Next<Order>) {
         match next {
             Next::Item(Order::Write(line)) => {
