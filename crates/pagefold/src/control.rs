@@ -29,7 +29,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use tracing::debug;
 
-/// The shortest time between two writes of the list of kept-out processes, nanoseconds.
+/// The shortest time between two writes of the list of excluded processes, nanoseconds.
 const KEEP_EVERY_NS: u64 = 5_000_000_000;
 
 /// Serves the socket. If that fails, the run goes on without a socket. A dry run doesn't replace another run's socket.
@@ -39,13 +39,13 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
         if is_trusted(uid) {
             return answer(&requests, request, uid);
         }
-        // The server lets members of the group ask for the status only, and they share one.
+        // The server lets members of the group ask for the status only. They all get the same cached status.
         locked(&cached).get().map(|text| text.to_string()).map_err(failed)
     });
     match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), answer) {
         Ok(server) => Some(server),
         Err(error) => {
-            complain!("{error:#}; pagefold status and other requests will not reach this run");
+            complain!("pagefold status and other requests will not reach this run: {error:#}");
             None
         }
     }
@@ -70,7 +70,7 @@ fn failed(why: String) -> Exit {
 fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
     let changes_list = request != Request::Reload;
     let ordered = requests.order(request, uid);
-    // Save the list even if the request failed: it may have changed the list, and only have taken too long.
+    // Save the list even if the request failed: a request that took too long may still have changed the list.
     let not_kept = if changes_list { keep(requests).err() } else { None };
     let mut answer = ordered?;
     match &mut answer {
@@ -81,7 +81,8 @@ fn order(requests: &RequestSender, request: Request, uid: u32) -> Result<String,
     json(&answer).map_err(failed)
 }
 
-/// Saves the list of kept-out processes as it grows, so that a crash loses no descendant of a process in it.
+/// Saves the list of excluded processes when it has grown, so that new descendants of these processes stay excluded
+/// after a crash.
 #[derive(Debug)]
 pub struct Keeper {
     thread: Option<Background<()>>,
@@ -102,7 +103,7 @@ impl Keeper {
         Self { thread: Background::start("kept out", keep_all).ok(), adopted: 0, next_ns: 0 }
     }
 
-    /// Saves the list if this number of descendants has grown ([`KeptOut::adopted`]), and it's time.
+    /// Saves the list if the number of descendants in it has grown ([`KeptOut::adopted`]), at most every few seconds.
     ///
     /// [`KeptOut::adopted`]: pagefold_host::scope::kept_out::KeptOut::adopted
     pub fn keep(&mut self, adopted: u64, now_ns: u64) {
@@ -117,7 +118,7 @@ impl Keeper {
     }
 }
 
-/// Saves the list of kept-out processes for the next run.
+/// Saves the list of excluded processes for the next run.
 fn keep(requests: &RequestSender) -> Result<(), String> {
     let _turn = kept_out::turn()?;
     let facts = requests.send(Request::Status)?;

@@ -18,7 +18,7 @@ pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
     Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
 }
 
-/// Asks over the socket at `path`. Doesn't convert the answer to its type.
+/// Sends a request to the socket at `path`, and returns the answer as untyped JSON.
 fn ask_at(path: &Path, request: &Request) -> Result<Value> {
     let mut stream = UnixStream::connect(path).map_err(|error| unreachable(&error))?;
     let line = talk(&mut stream, request).map_err(|error| match error.kind() {

@@ -13,7 +13,7 @@ pub const PATH: &str = "/run/pagefold/control.sock";
 pub const SCHEMA: &str = "pagefold.control/1";
 /// Members of this group may ask for the status, but nothing else.
 pub const GROUP: &str = "pagefold";
-/// The beginning of a refusal for lack of permission.
+/// The beginning of the message to a user who isn't permitted to send a request.
 pub const ONLY_ROOT: &str = "only root may send";
 /// The longest request, in bytes with its newline: enough for thousands of pids.
 pub const REQUEST_MOST: usize = 65_536;
@@ -39,9 +39,9 @@ pub enum Request {
     },
     Pause,
     Resume,
-    /// Unmerges processes and keeps them out. Answered by `pagefold.unmerge/1`.
+    /// Excludes processes: unmerges them, and doesn't merge them again. Answered by `pagefold.unmerge/1`.
     Unmerge(Selectors),
-    /// Lets processes in again. Answered by `pagefold.include/1`.
+    /// Includes processes that were excluded. Answered by `pagefold.include/1`.
     Include(Selectors),
     /// Reads the configuration files again. Answered by [`Reloaded`].
     Reload,

@@ -46,10 +46,10 @@ pub struct Facts {
     pub domains: Vec<String>,
     /// The domain that we merge, if we merge only one.
     pub merged_domain: Option<String>,
-    /// The selectors of processes that users keep out, and of processes that they let in again although an earlier
-    /// selector keeps them out.
+    /// The selectors of processes that users have excluded, and of processes that they've included again although an
+    /// earlier selector excludes them.
     pub kept_out: KeptOut,
-    /// The cgroups whose limits have too little headroom for copies of all merged pages, or none to merge more.
+    /// The cgroups whose limits leave too little headroom for copies of all merged pages, or none for more merging.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
     /// Xen's own figures, if the targets are Xen guests. Then pids are guest numbers.
@@ -70,7 +70,7 @@ pub struct TargetFacts {
     pub uid: u32,
     pub exe: Option<PathBuf>,
     pub cgroup: Option<String>,
-    /// As people call it.
+    /// The workload of the process, as `top` shows it.
     pub workload: Option<String>,
     /// The selector that the process matches: an index into [`RunFacts::selectors`].
     pub selected_by: Option<usize>,
@@ -79,13 +79,13 @@ pub struct TargetFacts {
     /// The same reason as a single word, from a small set.
     pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
-    /// Why we couldn't change it when we last failed to.
+    /// Why we last failed to mark or unmark memory of the process.
     pub problem: Option<String>,
     /// A sentence for each rule that applies to the target, or seems to but doesn't.
     pub notes: Vec<String>,
 }
 
-/// Marks that we must remove, because the memory was excluded after we marked it, but couldn't remove yet.
+/// Marked memory that we must unmark, because it was excluded later, but couldn't unmark yet.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToUnmark {
     pub bytes: u64,
@@ -103,11 +103,11 @@ impl From<&PendingUnmark> for ToUnmark {
     }
 }
 
-/// A selector of processes that a user keeps out or has let in again.
+/// A selector of processes that a user has excluded, or has included again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptOutRow {
     pub selector: String,
-    /// The user who asked to keep the processes out. `None` if a user has let them in again.
+    /// The user who excluded the processes. `None` if a user has included them again.
     pub uid: Option<u32>,
 }
 
@@ -185,8 +185,8 @@ impl TargetFacts {
     }
 }
 
-/// Why we haven't looked at a process.
-const YOUNG: &str = "Not looked at yet: similar processes ended so soon that merging them would not have paid.";
+/// Why we haven't examined a process yet, for `explain`.
+const YOUNG: &str = "Not read yet: similar processes ended too soon for merging to pay.";
 
 impl Facts {
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
@@ -339,8 +339,8 @@ impl RequestQueue {
                     engine.set_paused(pending.request == Request::Pause);
                     self.changes.push(pending);
                 }
-                // These only come as orders. Here we'd drop the request, and its sender would be told that the run is
-                // ending.
+                // These requests only come as orders. If one came here, we'd drop it, and tell its sender that the
+                // run is ending.
                 Request::Unmerge(_) | Request::Include(_) | Request::Reload => {}
             }
         }

@@ -22,8 +22,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// We keep at most this many connections at a time: in all, from members of the group, and from one member. Beyond
-/// that, a new connection replaces the one that has been idle for longest.
+/// The most connections at a time: in all, from all members of the group, and from one member. Beyond that, a new
+/// connection replaces the one that has been idle longest.
 const CONNECTIONS_MOST: usize = 16;
 const MEMBERS_MOST: usize = 12;
 const MEMBER_MOST: usize = 4;
@@ -119,7 +119,7 @@ fn secure_parent(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A connection that has one of the limited places.
+/// An open connection, which counts towards the limits.
 struct Connection {
     number: u64,
     stream: UnixStream,
@@ -133,8 +133,8 @@ struct Connection {
 struct Connections(Arc<Mutex<Vec<Connection>>>);
 
 impl Connections {
-    /// Gives a connection a place, if there's one. Members of the group can't take all places from root, and one member
-    /// can't take all places from the others.
+    /// Adds a connection, unless there are too many already. Members of the group can't use up root's connections, nor
+    /// one member the other members'.
     fn admit(&self, connection: Connection) -> bool {
         let mut all = locked(&self.0);
         let uid = connection.uid;
@@ -195,8 +195,8 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // The limits are for the connection's own thread. This one never blocks: refusals fit into the socket's empty
-        // buffer.
+        // These time limits are for the connection's own thread. The accepting thread never blocks: refusals fit into
+        // the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");
@@ -233,12 +233,14 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
     }
 }
 
-/// Keeps this thread from files: members of the group get the status, for which we read none.
+/// Keeps this thread from opening files. It serves members of the group, whose only request, status, needs no files.
 fn confine() {
     static COMPLAINED: Once = Once::new();
     if let Err(error) = forbid_files() {
         COMPLAINED.call_once(|| {
-            complain!("threads for members are not confined by Landlock: {error}; use a kernel with lsm=landlock");
+            complain!(
+                "threads for the group pagefold are not confined by Landlock: {error}; use a kernel with lsm=landlock"
+            );
         });
     }
 }
