@@ -1,4 +1,4 @@
-//! The program `pagefold`. This file only connects the parts; each subcommand is a module of its own.
+//! The program `pagefold`. This file parses the command line and calls the subcommand, each a module of its own.
 //!
 //! It's a library so that two other programs can use it: one writes manual pages and completions, and pagefold-xen has
 //! the same commands for Xen guests.
@@ -21,7 +21,7 @@
 //! | the manual's tables of JSON fields | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
-//! The judgement is in pagefold-engine; everything that touches the system is in pagefold-host and the crates below it.
+//! pagefold-engine decides which memory to merge. Only pagefold-host and the crates below it touch the system.
 
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -80,9 +80,9 @@ enum Command {
     /// Show how much memory could be saved, and where; changes nothing
     #[command(after_long_help = examples::SCAN)]
     Scan(scan::ScanArgs),
-    /// Write sketches of workloads, to compare them with other hosts
+    /// Write sketches of workloads' memory, to compare workloads of several hosts
     ///
-    /// A sketch has a sample of the digests of pages, and no contents.
+    /// A sketch is a sample of keyed digests of a workload's pages, without their contents.
     #[command(after_long_help = examples::SKETCH)]
     Sketch(sketches::SketchArgs),
     /// Merge the memory of running processes until stopped
@@ -95,13 +95,13 @@ enum Command {
     /// Show what the daemon has saved, what it costs, and what it is doing
     #[command(after_long_help = examples::STATUS)]
     Status(status::StatusArgs),
-    /// Show live what is saved, by process or workload, and why
+    /// Show live how much memory is saved, by process or workload, and why
     #[command(after_long_help = examples::TOP)]
     Top(top::TopArgs),
     /// Print the savings over time, as CSV or JSON; works without a daemon
     #[command(after_long_help = examples::HISTORY)]
     History(savings::HistoryArgs),
-    /// Show how the daemon judges each region of a process, or the memory of a workload, and why
+    /// Show what the daemon does with a process's regions or a workload's memory, and why
     #[command(after_long_help = examples::EXPLAIN)]
     Explain(explain::ExplainArgs),
     /// Change how much CPU time the daemon may use
@@ -111,10 +111,10 @@ enum Command {
     Pause(requests::PauseArgs),
     /// Resume a paused daemon
     Resume(requests::PauseArgs),
-    /// Start a program whose memory KSM may merge, without ever tracing it
+    /// Start a program whose whole memory KSM may merge, without tracing it (ptrace)
     #[command(after_long_help = examples::EXEC)]
     Exec(exec::ExecArgs),
-    /// Unmerge processes at once and keep them out until `include`, also after a restart
+    /// Unmerge processes, and don't merge them again until `include`, even after a restart
     Exclude(unmerge::UnmergeArgs),
     /// Unmerge the memory of processes; a running daemon also excludes them
     ///

@@ -9,7 +9,7 @@ Examples:
   pagefold scan redis-server 4711
       All processes of a program, and one more process
   pagefold scan --unit nginx --exact --html scan.html
-      A service, with every page read, also as a web page";
+      A service, reading every page; also writes a web page";
 
 pub const SKETCH: &str = "\
 Examples:
@@ -25,7 +25,7 @@ Examples:
   pagefold run --vm web1 --vm web2 --dry-run --for 60
       See for a minute what would be merged
   pagefold run --config /etc/pagefold/pagefold.toml
-      What the service runs";
+      Run as the service does";
 
 pub const STATUS: &str = "\
 Examples:
@@ -52,14 +52,14 @@ Examples:
   pagefold history > savings.csv
       The last day, for a spreadsheet
   pagefold history --since 30d --json
-      All that is kept";
+      All data that the history has";
 
 pub const EXPLAIN: &str = "\
 Examples:
   pagefold explain 4711
       Each region of process 4711
   pagefold explain --unit nginx
-      A service: its processes, sums, and what happens next, by reason";
+      A service: its processes, sums, and the next step for its memory, by reason";
 
 pub const GOVERNOR: &str = "\
 Examples:
@@ -88,11 +88,11 @@ Examples:
 pub const DOCTOR: &str = "\
 Examples:
   pagefold doctor
-      What is wrong
+      Show what is wrong
   pagefold doctor --verbose
-      Everything that was checked
+      Show all checks
   pagefold doctor --fix
-      Restore the KSM settings that a killed run has left";
+      Restore the KSM settings that a killed run left changed";
 
 pub const CONFIG: &str = "\
 Examples:

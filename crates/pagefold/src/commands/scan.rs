@@ -52,9 +52,10 @@ pub struct ScanArgs {
     pub exact: bool,
     /// Say why memory is or isn't shared, and what would change that
     ///
-    /// Divides all memory, including file pages and memory that KSM can't merge, into merged, mergeable, duplicate but
-    /// out of reach (by cause), already shared, and unknown. If the scope is two processes, compares them page by page.
-    /// Unlike a plain scan, also reads memory that is locked or kept out of core dumps, and stores none of it.
+    /// Divides all memory (also file pages, and memory that KSM can't merge) into merged, mergeable, duplicate but out
+    /// of KSM's reach (by cause), already shared, and unknown. If the scope is two processes, also compares them page
+    /// by page, and counts the frames that both map. Also reads memory that a plain scan leaves alone (locked, or kept
+    /// out of core dumps), without storing any of it.
     #[arg(long, conflicts_with = "html")]
     pub why: bool,
     /// Print the result as JSON (schema pagefold.scan/1, or pagefold.why/1)

@@ -47,10 +47,10 @@ pub struct SketchArgs {
     /// The file is Parquet, schema pagefold.sketch/1. pagefold-fleet reads files named HOST.parquet.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
-    /// Read other options from this file
+    /// Read options from this configuration file
     ///
-    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with
-    /// a scope on the command line only its sections deny and domains]
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; if
+    /// the command line has a scope, only that file's sections deny and domains]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Print the figures as JSON (schema pagefold.sketch-summary/1)

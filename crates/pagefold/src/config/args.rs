@@ -13,10 +13,10 @@ pub struct RunArgs {
     pub deny: DenyFlags,
     #[command(flatten)]
     pub options: RunFlags,
-    /// Read other options from this file
+    /// Read options from this configuration file
     ///
-    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; with a
-    /// scope on the command line only its sections deny and domains]
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; if
+    /// the command line has a scope, only that file's sections deny and domains]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Stop after this time (60s, 5m, 2h)
@@ -24,10 +24,11 @@ pub struct RunArgs {
     /// A number without a unit is in seconds [default: run until SIGINT or SIGTERM]
     #[arg(long = "for", value_name = "DURATION", value_parser = seconds)]
     pub duration: Option<Duration>,
-    /// Show what would be marked, and change nothing
+    /// Show which memory would be merged, and change nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Connect to the injector at this socket (pagefold-injector.socket) instead of starting one
+    /// Use the injector (it makes system calls in other processes) at this socket, see pagefold-injector.socket,
+    /// instead of starting one
     #[arg(long, value_name = "SOCKET", hide_short_help = true)]
     pub injector: Option<PathBuf>,
     /// Print the summary as JSON (schema pagefold.run/1)

@@ -1,5 +1,5 @@
-//! The drop-in file of `pagefold enable` and `disable`: FILE.d/enabled.toml. Its only key, `enabled` in `[scope]`, adds
-//! to what the other files select.
+//! The drop-in file of `pagefold enable` and `disable`: FILE.d/enabled.toml. Its only key, `enabled` in `[scope]`,
+//! lists selectors in addition to those of the other files.
 
 use crate::config::args::RunArgs;
 use crate::config::options::Options;
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const NAME: &str = "enabled.toml";
-/// How long we wait for another `enable` or `disable`.
+/// How long we wait until another `enable` or `disable` has ended.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 /// We allow at most this many selectors, as we compare each with every process.
 const MOST: usize = 1_000;
@@ -35,7 +35,7 @@ pub struct EnabledFile {
     _lock: Option<Lock>,
 }
 
-/// The files and directories that we've created, in this order. Dropping this removes them, unless they're kept.
+/// The files and directories that we've created, the oldest first. Dropping this removes them ([`EnabledFile::keep`]).
 #[derive(Debug, Default)]
 struct Created(Vec<PathBuf>);
 
@@ -54,7 +54,7 @@ impl Drop for Created {
     fn drop(&mut self) {
         for path in self.0.iter().rev() {
             let removed = if path.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
-            // A directory that holds something else stays, and so does the file that it belongs to.
+            // If somebody has put another file into FILE.d, we keep that directory and FILE.
             if removed.is_err() {
                 break;
             }
@@ -63,9 +63,9 @@ impl Drop for Created {
 }
 
 impl EnabledFile {
-    /// Reads the file, which need not exist. Nobody else can change it until we drop the result. With `create`, we
-    /// create the configuration file if there's none, so that its drop-ins are read. Dropping the result removes what we
-    /// created, unless [`Self::keep`] was called.
+    /// Reads the file if it exists. Until we drop the result, no other `enable` or `disable` can change the file. With
+    /// `create`, we create the configuration file if there's none, since drop-ins without it aren't read. Dropping the
+    /// result removes the files that we created, unless [`Self::keep`] was called.
     ///
     /// # Errors
     /// A configuration file is invalid, or not safely owned.
@@ -126,7 +126,7 @@ impl EnabledFile {
         }
         let mut options = merged(&self.others);
         if let Some(other) = self.others.iter().find(|layer| layer.options.enabled.is_some()) {
-            let line = format!("{} sets enabled in [scope], too; remove it there", shown(&other.path));
+            let line = format!("{} sets \"enabled\" in [scope], too; remove that line", shown(&other.path));
             return Err(Exit::new(exit::USAGE, line));
         }
         options.enabled = Some(list.to_vec());

@@ -45,7 +45,7 @@ macro_rules! flags {
 flags! {
     /// Selectors of processes.
     ScopeFlags: ["scope"];
-    /// Selectors of processes by name.
+    /// Selectors of processes, without `--all`.
     NameFlags: ["scope"], without "all";
     /// Changes to the deny list.
     DenyFlags: ["deny"];
@@ -85,7 +85,7 @@ fn of_sections(sections: &[&str]) -> impl Iterator<Item = &'static OptionSpec> {
 /// The flags that `-h` shows, so that its output fits a screen. `--help` shows all.
 const COMMON: [&str; 7] = ["--cgroup", "--user", "--unit", "--vm", "--container", "--pod", "--governor"];
 
-/// The beginning of a description, up to its details.
+/// A help text up to its first parenthesis, colon or semicolon.
 fn short(help: &str) -> &str {
     let end = [" (", ": ", "; "].iter().filter_map(|mark| help.find(mark)).min();
     &help[..end.unwrap_or(help.len())]

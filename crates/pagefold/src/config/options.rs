@@ -115,31 +115,31 @@ options! {
         "vms" "--vm <NAME>" vms: Vec<String>, List, "[\"web1\", 104]",
             "This virtual machine: libvirt's name or Proxmox VE's number";
         "containers" "--container <NAME>" containers: Vec<String>, List, "[\"web1\", \"3f0c1d2e9a7b\"]",
-            "Processes of this container (Docker, Podman, nerdctl, LXC: its name; these, containerd, CRI-O: 12 or more \
-             digits of its ID)";
+            "Processes of this container: its name (Docker, Podman, nerdctl or LXC), or at least 12 digits of its ID (also \
+             containerd or CRI-O)";
         "pods" "--pod <NAME>" pods: Vec<String>, List, "[\"shop/cart-0\"]",
-            "Processes of this Kubernetes pod: its namespace and name, or 12 or more characters of its UID";
+            "Processes of this Kubernetes pod: NAMESPACE/NAME, or at least 12 characters of its UID";
         "enabled" "SELECTOR" enabled: Vec<Selector>, List, "[\"exe redis-server\", \"unit nginx.service\"]",
-            "What pagefold enable has added: a kind (exe, unit, vm, container, pod, cgroup or user) and a name";
+            "Selectors that pagefold enable has added: each a kind (exe, unit, vm, container, pod, cgroup or user) and a name";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
     }
     "run" "CPU time" "How much CPU time to use, and how to merge." {
         "governor" "--governor <NAME>" governor: Governor, Any, = preset.governor,
             "Share of one core for pagefold and ksmd together: full (95 %), medium (50 %), low (20 %), quiet (1 %), \
-             or auto: low, more as memory gets scarce, and quiet while programs in scope wait for a CPU";
+             or auto (low, but more as memory gets scarce, and quiet while programs in scope wait for a CPU)";
         "preset" "--preset <NAME>" preset: Preset, Any, = Preset::default(),
-            "Defaults for a purpose: default, or sensitive, which also merges memory that lives only for seconds";
+            "Set of defaults: default, or sensitive (also merges memory that lives only for seconds)";
         "mechanism" "--mechanism <NAME>" mechanism: MechanismChoice, Any, = MechanismChoice::default(),
-            "How to merge equal pages: request (pagefold names the pages; needs a kernel with /dev/ksm), ksmd \
-             (pagefold marks memory, and ksmd finds the pages), or auto (request if the kernel supports it)";
+            "How to merge equal pages: request (pagefold gives the kernel pairs of pages; needs a kernel with /dev/ksm), \
+             ksmd (pagefold marks memory, and ksmd finds equal pages in it), or auto (request if the kernel supports it)";
     }
     "judgement" "Judgement" "Which memory is worth merging." {
         "only" "--only <NAME>" only: Only, Any, = preset.only,
-            "Which equal pages to merge: all, or zeros (we mark memory only for its pages of zeros; other equal pages \
-             that ksmd finds there are merged, too)";
+            "Which equal pages to merge: all, or zeros (we mark only memory with enough pages of zeros, but ksmd also \
+             merges other equal pages there)";
     }
     "reserve" "Reserve"
-        "Headroom for COW: writing a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP." {
+        "Headroom for COW: a write to a merged page needs memory for a copy. See docs/guide.md. Reloaded by SIGHUP." {
         "keep" "--reserve <AMOUNT>" reserve: Keep, Any, = preset.reserve.keep,
             "Memory (including swap) to keep free for writes to merged pages; merging stops when less is free. A size \
              (2G), a share of memory (10%), or auto: the memory that such writes took in the worst hour of the last day, \
@@ -149,9 +149,9 @@ options! {
              each step keeps at least half of the reserve free";
     }
     "deny" "Scope"
-        "Programs that are never touched: base names, prefixes with an asterisk, or paths (of a link: the program behind \
-         it). The default list has key agents, password managers, browsers and the like; see docs/guide.md. Holds even if \
-         the command line selects processes. Reloaded by SIGHUP." {
+        "Programs that pagefold never touches, by base name, prefix with an asterisk, or path (a link stands for its \
+         target). The default list has key agents, password managers, browsers and the like; see docs/guide.md. This \
+         section also applies if the command line selects processes. Reloaded by SIGHUP." {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
@@ -168,17 +168,17 @@ options! {
     "limits" "Limits"
         "Limits on pagefold's work on other processes, even if the governor allows more. Reloaded by SIGHUP." {
         "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
-            = preset.limits.pages_per_process, "Cap on pages read from one process";
+            = preset.limits.pages_per_process, "The most pages per second that we read from one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,
-            "Cap on pages read from all processes together";
+            "The most pages per second that we read from all processes together";
         "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS),
-            = preset.limits.stops_per_process, "How often one process may be stopped";
+            = preset.limits.stops_per_process, "How many times per second we may stop one process";
         "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS),
-            = preset.limits.stops, "How often processes may be stopped, all together";
+            = preset.limits.stops, "How many times per second we may stop processes, counting all of them";
         "moves-per-second" "N" moves_per_second: u64, Count(range::MOVES), = preset.limits.moves,
-            "Cap on merged pages moved to another memory node";
+            "The most merged pages per second that we move to another memory node";
         "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS),
-            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
+            = Duration::from_nanos(preset.limits.longest_stop_ns), "The longest time for which we stop a process";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
             "Limits that a group of processes shares: a name; one of cgroup, user, exe, unit, vm, container and pod; \
@@ -192,7 +192,7 @@ options! {
          the nearest ancestor that has one; the rules below, in order; with by = \"user\", its user. All other \
          processes are in the domain \"default\"." {
         "by" "NAME" domains_by: DomainSource, Any, = DomainSource::default(),
-            "The domain of processes that neither an attribute nor a rule assigns: cgroup-xattr (\"default\"), or user (one \
+            "Domain of processes without such an attribute or rule: cgroup-xattr (the domain \"default\"), or user (a domain \
              for each user)";
         "merge" "DOMAIN" merged_domain: String, Any, "\"customer-a\"",
             "The one trust domain that ksmd merges, instead of root's; all others are left alone. Merging on request \
@@ -205,7 +205,7 @@ options! {
     }
     "numa" "NUMA" "Where merged pages live on machines with several memory nodes." {
         "placement" "--placement <NAME>" placement: Placement, Any, = Placement::default(),
-            "Memory node for merged pages: fair (the node that uses a page; if several do, the pages are split evenly), \
+            "Memory node for merged pages: fair (the node that uses a page; if several do, we split the pages evenly), \
              priority (split by nice values), local-only (never merge across nodes), or kernel (where ksmd leaves \
              them)";
         "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any,
@@ -219,8 +219,8 @@ options! {
     }
     "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
         "level" "--log-level <LEVELS>" log: LogLevels, Any, = LogLevels::default(),
-            "Log level: info (only the run's own messages), debug (each step, too), or one for each target \
-             (info,ksm=debug). Targets are cycle, decision, event, scope, read, inject, ksm, control and files";
+            "Log level: info (only the run's own messages), debug (also each step), or a level for each target \
+             (such as info,ksm=debug). Targets are cycle, decision, event, scope, read, inject, ksm, control and files";
     }
     "metrics" "Output"
         "Metrics for Prometheus, over HTTP or in a file. Dry runs ignore this section. See docs/install.md and \
@@ -233,8 +233,8 @@ options! {
             = METRICS_INTERVAL, "Time between two writes of the metrics file";
     }
     "history" "Output"
-        "What to keep for the next run: savings over time, for pagefold top --since, and which memory is worth \
-         merging. Dry runs ignore this section." {
+        "Files that outlive a run: the savings over time, for pagefold top --since, and which memory is worth merging, for \
+         the next run. Dry runs ignore this section." {
         "path" "--history <FILE>" history: PathBuf, Any, "\"/var/lib/pagefold/history\"",
             "Record savings in this file (371 KiB): every minute for a day, every quarter of an hour for 30 days. The \
              service does so by default";
@@ -274,7 +274,8 @@ options! {
              programs soon write merged pages (UKSM V_cow)";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
-            "Minimum age for merging a region that appears during the run; by default also two rounds (UKSM V_life)";
+            "How old a region that appears during the run must be before we merge it; by default at least two rounds (UKSM \
+             V_life)";
         "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.local_ns.into()),
             "Time of a memory access to the process's own node (status derives the cost of remote pages from it)";

@@ -1,4 +1,5 @@
-//! Root acts on some files, so we check that only root (or the user who runs pagefold) can write or replace them.
+//! We act as root on the contents of some files, so we check that only root (or the user who runs pagefold) can write
+//! or replace them.
 
 use pagefold_procmem::os::peer::is_trusted;
 use pagefold_text::escape::printable;
@@ -27,8 +28,8 @@ pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
     }
 }
 
-/// Checks a directory, given without symbolic links, and all its ancestors in the same way. Others may write sticky
-/// ancestors like /tmp, because users can't replace each other's entries there.
+/// Checks a directory and all its ancestors with [`owned`]. The path must not contain symbolic links. Sticky ancestors
+/// like /tmp may be writable by all, because users can't replace each other's entries there.
 pub fn directory(path: &Path) -> Result<(), String> {
     for directory in path.ancestors() {
         let metadata =

@@ -62,7 +62,7 @@ impl FromArgMatches for ScopeArgs {
         if let Some(target) = targets.first()
             && NOT_BESIDE.iter().any(is_given)
         {
-            let problem = format!("'{target}' beside these options is ambiguous: name programs by --exe");
+            let problem = format!("'{target}' may be a program or the value of an option; name programs by --exe");
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
         }
         for target in targets {
@@ -82,7 +82,7 @@ impl FromArgMatches for ScopeArgs {
     }
 }
 
-/// The flag `--pid` of commands that undo, where it also covers the descendants.
+/// The flag `--pid` of `unmerge`, `exclude` and `include`, which also selects the processes' descendants.
 pub fn with_descendants(pid: Arg) -> Arg {
     pid.help("These processes and all their descendants (may be repeated, or separated by commas)")
 }
@@ -138,8 +138,8 @@ impl ScopeArgs {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// Resolves the scope for undoing once more, to find processes that have started since. `found` are those of
-    /// earlier calls. An empty result isn't an error here.
+    /// Resolves the scope for undoing once more, to find processes that have started since. `found` has the processes
+    /// of earlier calls. An empty result isn't an error here.
     pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<ProcessInfo> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }

@@ -75,7 +75,7 @@ pub struct Settings {
     pub log: LogLevels,
     pub metrics: MetricsSettings,
     pub history: Option<PathBuf>,
-    /// The file in which the run keeps what it learns about memory.
+    /// The file in which the run records which memory is worth merging.
     pub learned: Option<PathBuf>,
     pub fleet: FleetSettings,
 }
@@ -101,8 +101,8 @@ impl Settings {
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
     }
 
-    /// Makes the settings from the command line and this file, or from the command line alone. Even then a scope leaves
-    /// out what the default file denies, and keeps to its trust domains.
+    /// Makes the settings from the command line and this file. Without a file, a scope on the command line must still
+    /// obey the default file's `[deny]` and `[domains]`.
     ///
     /// # Errors
     /// The same errors as in [`Self::of`].
@@ -131,7 +131,7 @@ impl Settings {
         let groups = selected(options.groups.as_deref(), "group", file)?;
         let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
-        // A dry run alongside the service must not take over its address and files, so it takes these from flags only.
+        // A dry run beside the service must not use the service's address and files, so only flags set its outputs.
         let outputs = if args.dry_run { flags } else { &options };
         Ok(Self {
             file: file.map(Path::to_owned),
@@ -174,7 +174,7 @@ impl Settings {
     }
 }
 
-/// The deny list of the default file and the command line, for commands that read nothing else of the file.
+/// The deny list of the default file and the command line, for commands that need no other settings of the file.
 ///
 /// # Errors
 /// We can't trust or parse the file.
@@ -233,7 +233,7 @@ pub fn additions(path: &Path) -> PathBuf {
     additions.into()
 }
 
-/// Whether there's FILE or FILE.d. FILE.d without FILE has lost something, perhaps a denial, so [`load`] refuses it.
+/// Whether FILE or FILE.d exists. If only FILE.d does, we may have lost FILE and what it denied, so [`load`] fails.
 fn has_layers(path: &Path) -> bool {
     is_there(path) || is_there(&additions(path))
 }

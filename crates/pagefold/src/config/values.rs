@@ -133,7 +133,6 @@ impl Value for BTreeMap<String, Placement> {
                 placements.insert(key.get_ref().to_string(), placement);
             }
         }
-        // An empty table sets nothing.
         Ok(Some(placements).filter(|placements| !placements.is_empty()))
     }
 
@@ -234,7 +233,7 @@ impl Scalar for String {
                 Some(why) => Err(format!("'{text}' {why}")),
                 None => Ok(text.to_owned()),
             },
-            // An empty cgroup would mean the whole machine.
+            // An empty path of a cgroup would select the whole machine.
             _ if text.is_empty() || text.contains(char::is_control) => {
                 Err("the name is empty or has a control character; give another one".to_owned())
             }
