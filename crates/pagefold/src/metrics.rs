@@ -52,8 +52,9 @@ impl Metrics {
     /// Takes the sockets that the service manager has passed. Call this before anything opens a file.
     pub fn passed() -> Result<Vec<TcpListener>, Exit> {
         sockets::take_passed().map_err(|error| {
-            let line =
-                format!("the service manager has passed sockets that are not for metrics: {error}; pass none of them");
+            let line = format!(
+                "cannot serve metrics at the sockets from the service manager: {error}; see pagefold-metrics.socket"
+            );
             Exit::new(exit::USAGE, line)
         })
     }
@@ -81,13 +82,13 @@ impl Metrics {
             let listeners = self.listeners;
             let thread = thread::Builder::new().name("metrics".into());
             if let Err(error) = thread.spawn(move || http::serve(&listeners, move || page.get())) {
-                complain!("cannot start the thread for metrics: {error}; they are not served");
+                complain!("metrics are not served: cannot start the thread for them: {error}");
             }
         }
         let mut page = page(requests);
         let started = self.file?.start(self.interval, move || page.get());
         started
-            .inspect_err(|error| complain!("cannot start the thread for metrics: {error}; they are not written"))
+            .inspect_err(|error| complain!("metrics are not written: cannot start the thread for them: {error}"))
             .ok()
     }
 }

@@ -1,8 +1,8 @@
 //! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from this
 //! table.
 //!
-//! They only reveal facts that docs/safety.md allows everybody to know: sums, and words from the administrator's
-//! configuration. They name no program, process, address or trust domain.
+//! Metrics only reveal facts that docs/safety.md allows everybody to know: sums, and words from the administrator's
+//! configuration. No metric names a program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
 use crate::commands::status::groups::ScopeRow;
@@ -13,7 +13,7 @@ use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
 
-/// A metric. We list its labels here, too, because a status may have no values for some of them.
+/// A metric. For the manual, we list its labels here: a status may have no values that show them.
 pub struct Family {
     pub name: &'static str,
     pub kind: Kind,
@@ -55,7 +55,7 @@ pub const FAMILIES: &[Family] = &[
     gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.activity.seconds)),
     gauge(
         "pagefold_saved_bytes",
-        "Memory that merging saves the processes in scope (need without merging minus real need); absent until counted",
+        "Memory that merging saves the processes in scope (they would need so much more without it); absent until counted",
         |status| one_if(status.memory.saved_bytes.map(float)),
     ),
     gauge("pagefold_metadata_bytes", "Kernel memory for metadata about the memory that the run has marked", |status| {
@@ -75,7 +75,7 @@ pub const FAMILIES: &[Family] = &[
         "Merged pages copied because they were written or unmerged, on the whole machine",
         |status| one(float(status.copies.copied_bytes)),
     ),
-    gauge("pagefold_copied_worst_day_bytes", "The most merged pages copied within 24 hours of the run", |status| {
+    gauge("pagefold_copied_worst_day_bytes", "The most memory copied from merged pages in any 24 hours of the run", |status| {
         one(float(status.copies.copied_worst_day_bytes))
     }),
     gauge(
@@ -99,7 +99,7 @@ pub const FAMILIES: &[Family] = &[
     .by(&["state"]),
     gauge(
         "pagefold_tight_limits",
-        "Memory limits of cgroups in scope that are overcommitted or short of memory",
+        "Number of memory limits of cgroups in scope that are overcommitted or short of memory",
         tight_limits,
     )
     .by(&["state"]),
@@ -141,7 +141,7 @@ pub const FAMILIES: &[Family] = &[
     .by(&["kind", "scope"]),
     gauge(
         "pagefold_scope_expected_bytes",
-        "Duplicates in marked (on request: in all) memory, by selector; no values if there are several trust domains",
+        "Duplicates in marked memory (on request: in all memory), by selector; absent if there are several trust domains",
         |status| of_one_domain(status, |row| Some(row.memory.expected_bytes)),
     )
     .by(&["kind", "scope"]),
@@ -288,7 +288,7 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample
     samples
 }
 
-/// No samples if there are several trust domains: one mustn't learn how much the programs of another have in common.
+/// No samples if there are several trust domains: a domain mustn't learn how much memory others have in common.
 fn of_one_domain(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
     if status.programs.domains.len() > 1 { Vec::new() } else { of_scopes(status, value) }
 }

@@ -62,7 +62,7 @@ impl MetricsFile {
     }
 }
 
-/// The place of a file that we can write, or an error with advice.
+/// Checks that we can write a file at `path`. The error has advice.
 fn checked(path: &Path) -> Result<Place, String> {
     let place = Place::of(path)?;
     if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {

@@ -1,8 +1,8 @@
 //! Serves the metrics over HTTP: `GET /metrics`, one request per connection, and nothing else.
 //!
 //! One thread serves all connections and blocks on none of them. A client may try to keep it busy or to use up memory,
-//! so we accept few connections, at a limited rate, and limit each in time and size. If there are too many, a new one
-//! replaces the oldest, so a client that sends its request immediately always gets an answer.
+//! so we accept few connections, at a limited rate, and limit each in time and size. If there are too many
+//! connections, a new one replaces the oldest, so a client that sends its request immediately always gets an answer.
 
 use pagefold_host::os::sockets::{Ready, wait_for};
 use pagefold_procmem::os::sandbox::forbid_files;
@@ -37,8 +37,8 @@ struct Connection {
     sent: usize,
 }
 
-/// Serves until the process ends. `page` makes the page, or returns an error with advice. This thread can open no files
-/// any more.
+/// Serves until the process ends. `page` makes the page, or returns an error with advice. Landlock keeps this thread
+/// from opening files.
 pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str>, String>) {
     if let Err(error) = forbid_files() {
         complain!("the thread for metrics is not confined by Landlock: {error}; use a kernel with lsm=landlock");
