@@ -11,8 +11,8 @@ const DESCRIPTION: [&str; 4] = [
     "The configuration file of pagefold run. It is a TOML file; every section and key may be missing. The file as it is \
      installed sets nothing, so that nothing is in scope.",
     "pagefold run reads the file named by --config, or /etc/pagefold/pagefold.toml if it is started without a scope; with \
-     a scope it obeys only [deny] of that file. After the file, those in the directory pagefold.toml.d beside it whose names end in .toml are read, in the order of their \
-     names. If several files have a key, the last one counts; lists are replaced as a whole. Flags on the command line \
+     a scope it obeys only [deny] and [domains] of that file. After the file, pagefold reads the files in the directory pagefold.toml.d \
+     beside it whose names end in .toml, in the order of their names. If several files have a key, the last one counts; lists are replaced as a whole. Flags on the command line \
      override all files.",
     "The files and the directories that they are in must belong to root, and no other user may be able to write them. \
      pagefold config check checks the files, pagefold config show prints what is set and where.",

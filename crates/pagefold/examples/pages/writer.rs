@@ -36,7 +36,8 @@ pub fn write(directory: &Path, program: Command, tables: &[Table]) -> Result<()>
     page(&program, &share.join("man"), None, tables)
 }
 
-/// A script that completes names of running workloads, in place of files: bash has the option in the line before.
+/// Changes a completion script to complete names of running workloads, not files. In bash's script, the line before
+/// `compgen` has the option.
 fn with_names(script: &str) -> String {
     let mut text = String::new();
     let mut before = "";
