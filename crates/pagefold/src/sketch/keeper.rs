@@ -1,4 +1,4 @@
-//! Keeps the sketches of all workloads: reads them one after the other, again and again.
+//! Keeps the sketches of all workloads up to date: reads the workloads one after the other, again and again.
 
 use super::reading::{Finished, Known, ProcessId, Reading};
 use super::settings::Fleet;
@@ -33,7 +33,7 @@ pub struct Keeper {
     /// Workloads still to read in this pass. The last one is next.
     left: Vec<Workload>,
     pass: BTreeSet<Id>,
-    /// The workloads that we've begun again in this pass.
+    /// The workloads that we've started over in this pass.
     again: BTreeSet<Id>,
     reading: Option<Reading>,
 }
@@ -124,8 +124,8 @@ impl Keeper {
         step
     }
 
-    /// Drops the sketches of workloads with processes that we now leave alone, if the reason also covers memory that
-    /// we've read before.
+    /// Drops the sketches of workloads with processes that we now leave alone, if for that reason we also mustn't use
+    /// pages that we read earlier.
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let mut targets: Vec<_> = host.targets().collect();
         targets.retain(|target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks));
@@ -139,7 +139,7 @@ impl Keeper {
         }
     }
 
-    /// Begins a workload again, without the processes that we leave alone. We do this once per pass, after all other
+    /// Starts a workload over, without the processes that we leave alone. We do this once per pass, after all other
     /// workloads, so that a process that we leave alone from time to time delays no other workload.
     fn begin_again(&mut self, host: &LiveHost) {
         let Some(reading) = self.reading.take() else { return };

@@ -13,7 +13,7 @@ use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// We remember this many frames shared through fork (512 MiB of a workload), to count each once. We don't count more.
+/// We remember this many frames shared through fork (512 MiB of a workload), to count each once. We ignore the rest.
 const SHARED_MOST: usize = 1 << 17;
 
 /// We stop reading a process that has grown meanwhile to twice its size plus this many pages (256 MiB).
@@ -26,13 +26,13 @@ pub type ProcessId = (i32, u64);
 pub struct Reading {
     id: Id,
     began: Now,
-    /// Processes still to read. The last one is next.
+    /// Processes still to read. The current one is last.
     left: Vec<Member>,
-    /// How far we've read the next process.
+    /// How far we've read the current process.
     pub cursor: ReadCursor,
     counter: Counter,
     zeros: u64,
-    /// Pages that we've read of the next process.
+    /// Pages that we've read of the current process.
     read: u64,
     /// Resident pages that we didn't read, in the processes that we've finished.
     unread: u64,
@@ -160,7 +160,7 @@ impl Reading {
             let at_start = known.cpu_ns.insert(process.key(), cpu_ns).unwrap_or(cpu_ns);
             spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&process.key()).copied().unwrap_or(at_start));
         }
-        // Merging saves all but one of equal pages. That one may belong to another workload, so we use an average.
+        // Merging saves all but one of n equal pages. The one may belong to another workload, so we use KSM's average.
         let merged: u64 = known.merged.values().sum();
         let saved = merged as f64 * sharing.0 as f64 / (sharing.0 + shared.0).max(1) as f64;
         let mut came_bytes = 0;

@@ -43,7 +43,7 @@ impl FleetSettings {
         }
     }
 
-    /// Checks the key and the place of the host's file. `None` if we keep no sketches.
+    /// Reads the key, and checks that we can write this host's file. `None` if the run makes no sketches.
     ///
     /// # Errors
     /// We can't use the directory, or there's no usable key. The exit code is 2.
@@ -89,7 +89,7 @@ fn place_of(directory: &Path, host: &str) -> Result<Place, String> {
     Ok(place)
 }
 
-/// Reads the key, which only root may read, since with the key one can test a sketch for a page with certain contents.
+/// Reads the key. Only root may read it: whoever has the key can test whether a sketch has a page of given contents.
 fn read_key(path: &Path) -> Result<FleetKey, Exit> {
     parse_key(path).map_err(|why| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path))))
 }

@@ -52,8 +52,8 @@ impl Workload {
     }
 }
 
-/// The workloads in scope that we don't leave alone, the largest first. We take workloads from the end, so we read the
-/// largest ones last.
+/// The workloads in scope that we don't leave alone, the largest first. The keeper takes workloads from the end, so it
+/// reads the largest ones last.
 pub fn find(host: &LiveHost) -> Vec<Workload> {
     let mut found: BTreeMap<Id, Vec<Member>> = BTreeMap::new();
     for target in host.targets().filter(|target| target.exclusion.is_none()) {

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// The share of a core that reading may take. With the overhead of portions and writing, it's less than 0.1 %.
 const SHARE: Permyriad = Permyriad(8);
-/// How long a pass waits to learn the mappings of all processes. We can't wait longer: there may always be new ones.
+/// How long a pass waits to learn the mappings of all processes. We can't wait longer: new ones may keep starting.
 const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
 
 pub struct Writer {
@@ -31,7 +31,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Starts the thread. If we can't, we keep no sketches, and say so once.
+    /// Starts the thread that writes. If it can't start, we print a message, and make no sketches.
     pub fn start(fleet: Fleet, place: Place, interval: Duration, host: &LiveHost) -> Option<Self> {
         let started = Background::start("sketches", move |to_write: Receiver<Vec<Arc<Row>>>| {
             let mut complaints = Complaints::default();
