@@ -39,7 +39,7 @@ use watch::Watch;
 use words::Merged;
 use workers::{Size, Workers};
 
-/// Restoring KSM and a scan of ksmd may take this long each.
+/// A scan by ksmd may take this long, and so may restoring KSM's settings.
 const LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -104,7 +104,7 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     }
 }
 
-/// Fails if another program uses KSM. First restores anything that a killed pagefold has left. Returns the knobs.
+/// Fails if another program uses KSM. First restores settings that a killed pagefold left changed. Returns the knobs.
 fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     let left = restore_deferred(ksm, &KsmPaths::default()).map_err(|error| preflight::explain_take(&error))?;
     let lease = lease(ksm, &[])?;
@@ -121,7 +121,7 @@ fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
     }
     let mut knobs = ksm.knobs()?;
     if knobs.run == 2 {
-        // An earlier unmerging has left 2, but our leases end with 0.
+        // After somebody has unmerged everything, `run` stays 2, but our leases leave 0.
         knobs.run = 0;
     }
     Ok(knobs)
@@ -213,7 +213,7 @@ impl Demo {
         let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
         let ran = run_cycles(&mut engine, &mut host, Cycles::until(self.stop.clone(), most_ns), began + times.merge);
         let observed = watch.finish();
-        // The injector must have ended for its CPU time to be added to ours.
+        // The kernel adds the injector's CPU time to ours only when the injector ends.
         host.finish();
         let observed = observed?;
         match ran? {
@@ -256,7 +256,7 @@ impl Demo {
         Ok(())
     }
 
-    /// Ends the workers and restores KSM. Returns a sentence about settings that it couldn't restore.
+    /// Ends the workers and restores KSM. Returns a sentence if KSM isn't as it was before.
     fn restore(mut self) -> Result<Option<String>> {
         self.workers = None;
         // An interrupted part may have left settings changed.
@@ -270,7 +270,8 @@ impl Demo {
     }
 }
 
-/// Runs cycles for at least `least`, until nothing is left to do. Returns an event that spoils the demo, if any.
+/// Runs cycles until nothing is left to do, but at least until the time `least`. If an event spoils the demonstration,
+/// returns that event at once.
 fn run_cycles(
     engine: &mut Engine,
     host: &mut LiveHost,

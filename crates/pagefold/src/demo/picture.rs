@@ -20,9 +20,9 @@ pub fn columns(part: u64, whole: u64, width: usize) -> usize {
 pub struct Curve<'a> {
     /// Seconds and bytes, in time order. We draw nothing after the last point.
     pub points: &'a [(f64, u64)],
-    /// The horizontal axis, in seconds.
+    /// The length of the horizontal axis, in seconds.
     pub span: f64,
-    /// The vertical axis, in bytes.
+    /// The top of the vertical axis, in bytes.
     pub top: u64,
     pub rows: usize,
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Interval between two readings of the counters.
 const INTERVAL: Duration = Duration::from_millis(50);
-/// Readings between two pictures, and between two lines if no picture can be drawn.
+/// We draw a picture after this many readings. If we can't redraw pictures, we print a line of text, less often.
 const READINGS_PER_PICTURE: u32 = 4;
 const READINGS_PER_LINE: u32 = 40;
 
