@@ -46,10 +46,10 @@ pub trait Backend: Host + Sized {
     /// Describes a target for the audit log.
     fn owner(&self, pid: i32) -> Option<Owner>;
 
-    /// All facts that views of the run show.
+    /// All facts that `status`, `top` and `explain` need.
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts;
 
-    /// How many descendants of kept-out processes we've found.
+    /// How many descendants of excluded processes we've found.
     fn adopted(&self) -> u64 {
         0
     }
@@ -81,7 +81,7 @@ pub trait Backend: Host + Sized {
     /// Reads some memory for the workloads' sketches.
     fn sketch(&mut self, _sketches: &mut sketch::Writer, _engine: &mut Engine) {}
 
-    /// Ends the run and gives back everything that it took, such as KSM.
+    /// Ends the run and restores everything that it changed, such as KSM's settings.
     fn finish(self) -> Ending;
 }
 
@@ -95,14 +95,13 @@ pub struct Ending {
     pub xen: Option<XenView>,
 }
 
-/// Saves the list of kept-out processes: they may have had children since we last wrote it. If the disk hangs, we wait
-/// two seconds at most.
+/// Saves the list of excluded processes, which may have had children since we last saved it.
 fn keep(host: &LiveHost) {
     let kept_out = host.kept_out().clone();
     if host.is_dry_run() || kept_out.entries().is_empty() && !kept_out::exists() {
         return;
     }
-    // We drop the handle at once, which waits until the list is written, for two seconds at most.
+    // Dropping the handle waits until the list is written, for two seconds at most: the disk may hang.
     let _ = Background::start("kept out", move |_: Receiver<()>| {
         let written = kept_out::turn().and_then(|_turn| kept_out::write(&kept_out));
         if let Err(why) = written {

@@ -29,7 +29,7 @@ impl<T: Send + 'static> Background<T> {
         Ok(Self { work: Some(work), ended })
     }
 
-    /// Hands the thread some work, or drops it if a slow disk has kept the thread from beginning the last piece.
+    /// Queues work for the thread. We drop the work if the thread hasn't begun the last piece, as with a slow disk.
     pub fn offer(&self, work: T) {
         let _ = self.work.as_ref().map(|to_do| to_do.try_send(work));
     }

@@ -1,4 +1,4 @@
-//! Which processes a run leaves alone, for commands that say so before there's a run.
+//! Finds out which processes a run would leave alone, before the run begins.
 
 use crate::config::args::RunArgs;
 use crate::config::flags::DenyFlags;
@@ -25,7 +25,7 @@ pub struct Bounds {
     domain_rules: DomainRules,
     domains: Domains,
     kept_out: KeptOut,
-    /// Whether ksmd merges, which merges one domain only.
+    /// Whether ksmd does the merging. It only merges one trust domain.
     by_ksmd: bool,
 }
 
@@ -44,7 +44,8 @@ impl Bounds {
         })
     }
 
-    /// The bounds of a run with these flags and a scope. These are also in the default file.
+    /// The bounds of a run with these flags and a scope on the command line. Such a run also obeys `[deny]` and
+    /// `[domains]` of the default file.
     ///
     /// # Errors
     /// We can't use the file, or the list of excluded processes.
@@ -87,7 +88,7 @@ impl Bounds {
     }
 
     fn refused_for(&mut self, scoped: &ProcessInfo) -> Result<Option<String>, ReadError> {
-        // We check this first, because a process that can't run can't tell us whether it's excluded.
+        // We check this first: while a process can't run, we may not find out whether it's excluded.
         if scoped.process.stat()?.state == b'T' {
             return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
         }
@@ -103,7 +104,8 @@ impl Bounds {
         }
     }
 
-    /// What lets in a process that is left alone for this reason, if anything does, to print after the reason.
+    /// How to have this process merged, although it's left alone for `reason`: words to print after the reason. Empty
+    /// if there's no way.
     pub fn way_in(&mut self, scoped: &ProcessInfo, reason: &str) -> String {
         if let Some((_, selector)) = self.kept_out.verdict(scoped, true, &Roots::default()) {
             return format!(" (pagefold include {selector} lets it in)");

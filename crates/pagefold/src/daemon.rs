@@ -1,8 +1,8 @@
 //! The daemon: one loop that works on any machine behind the trait [`Backend`].
 //!
-//! Three types enforce the order of the first steps. [`Start`] handles signals, and takes the sockets that the service
-//! manager has passed, before anything opens a file. It opens [`Outputs`] while we still have all rights. Then the
-//! caller gives up rights, and only after that, [`Daemon`] starts threads and makes the control socket.
+//! Three types enforce the order in which a run starts. Before anything opens a file, [`Start`] installs the signal
+//! handlers and takes the sockets that the service manager has passed. While we still have all rights, it opens the
+//! run's files ([`Outputs`]). After the caller has given up rights, [`Daemon`] starts threads and the control socket.
 
 use crate::audit::{Change, Changes, Entry};
 use crate::backend::Backend;
@@ -43,10 +43,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{Level, debug, enabled};
 
-/// The longest wait between two cycles, nanoseconds. A service manager may expect signs of life from us.
+/// The longest wait between two cycles, nanoseconds: a service manager's watchdog expects to hear from us.
 const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
-/// A run that has opened nothing yet.
+/// A run that has not opened its files yet.
 #[derive(Debug)]
 pub struct Start {
     pub signals: Signals,
@@ -91,7 +91,7 @@ impl Start {
     }
 }
 
-/// The open sockets and files of a run, without threads yet, since rights must be given up before any thread starts.
+/// The open sockets and files of a run. We start threads for them later, after giving up rights.
 #[derive(Debug)]
 pub struct Outputs<'a> {
     pub signals: Signals,
@@ -100,7 +100,7 @@ pub struct Outputs<'a> {
     history: Option<(HistoryFile, Option<String>)>,
 }
 
-/// A run on a machine.
+/// A run, with the engine, the machine that it works on, and its outputs.
 pub struct Daemon<'a, B: Backend> {
     pub engine: Engine,
     pub backend: B,
@@ -117,7 +117,7 @@ pub struct Daemon<'a, B: Backend> {
     keeper: Keeper,
     progress: Progress,
     rooms: RoomReports,
-    /// How many scans we've noted as events.
+    /// How many of ksmd's scans we've noted as events.
     scans: u64,
     /// The number of changed decisions that we've logged.
     decisions: u64,
@@ -166,13 +166,13 @@ impl<'a, B: Backend> Daemon<'a, B> {
     fn run_cycles(&mut self) -> Result<(), Exit> {
         let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
         while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
-            // What was done before we stand down is logged, too.
+            // We log no actions after we've stood down. `report_events` notes that, so we still log this cycle's.
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
             self.report_events();
             self.log_decisions();
-            // A scope from a configuration file has no end: other targets may enter it later.
+            // With a scope from a configuration file, the run goes on: a reload may add targets.
             let is_fixed = self.active.args.scope != ScopeArgs::default();
             if is_fixed && self.backend.has_ended(&self.active.settings.scope) {
                 self.progress.say_on_terminal(&format!("every {} in scope has ended", B::TARGET));
@@ -249,7 +249,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         self.decisions = log.number();
     }
 
-    /// Reports when the headroom for writes to merged pages changes.
+    /// Reports when the headroom for writes to merged pages becomes too small, or sufficient again.
     fn report_room(&mut self) {
         let reserve = self.engine.reserve();
         let take_back = self.active.settings.config.reserve.take_back && self.facts.config.mechanism == Mechanism::Ksmd;
@@ -292,7 +292,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
 
     /// Ends the run, even after an error, and returns the exit code.
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
-        // Nobody answers requests any more. Dropping the queues tells everybody who's waiting for an answer.
+        // We answer no more requests. When we drop the queues, all waiting requests fail.
         drop((self.requests, self.orders));
         // If we can't read the host any more, we keep the last count of the savings.
         let _ = count_saving(&mut self.engine, &mut self.backend);
@@ -375,14 +375,14 @@ pub fn log_outcome<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, out
     log_merges(active, backend, outcome);
 }
 
-/// The pages of two targets that we named in a cycle, and how many of them the kernel merged.
+/// How many pages of two targets we asked the kernel to merge in a cycle, and how many of them it merged.
 #[derive(Default)]
 struct PairPages {
     named: Pages,
     merged: Pages,
 }
 
-/// Logs one line for each pair of targets, since there may be too many ranges to log each.
+/// Logs one line for each pair of targets, since there may be too many ranges of pages to log each.
 fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
     let mut pairs: BTreeMap<(i32, Option<i32>), PairPages> = BTreeMap::new();
     for result in &outcome.merges {

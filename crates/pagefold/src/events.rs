@@ -3,7 +3,7 @@
 //!
 //! If we do the same to a process again within a minute, for the same reason, we count it in the same event. So a
 //! program that causes many events doesn't push all others out of the list at once. The journal gets each event when it
-//! begins, unless we print a message about the event anyway, or there are too many.
+//! begins, unless we print a message about the event anyway, or there are too many of them.
 
 use crate::audit::{Change, Demand, Entry, Owner};
 use crate::history::now;
@@ -17,7 +17,7 @@ use tracing::debug;
 
 /// We keep at most this many events.
 const MOST: usize = 200;
-/// For this many seconds an event can count repetitions.
+/// An event counts repetitions for this many seconds after its beginning.
 const GROWS: u64 = 60;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ pub struct Event {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub times: u64,
-    /// How many bytes of the process we marked, unmarked or merged; how many we wanted to.
+    /// How many bytes of the process we marked, unmarked or merged. `bytes` is how many we tried to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub done_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

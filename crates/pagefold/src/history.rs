@@ -56,7 +56,7 @@ impl Moment {
         })
     }
 
-    /// How much the run saved, or a dry run would have.
+    /// How much the run saved. For a dry run: how much memory we'd expect to be merged.
     pub fn result_bytes(&self) -> u64 {
         if self.dry_run { self.expected_bytes } else { self.saved_bytes }
     }

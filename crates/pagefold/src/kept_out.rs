@@ -1,8 +1,7 @@
-//! Keeps the list of processes that are kept out in a file, so that the next run keeps them out, too.
+//! The file that lists the processes that users have excluded, so that the next run excludes them, too.
 //!
-//! A service has the file in its own directory. The daemon writes the file after each request; without a daemon,
-//! `exclude` and `include` write it, while they hold KSM's lock. If we can't use the file, a run ends before it begins:
-//! otherwise it would merge what somebody has excluded.
+//! The daemon writes the file after each request. Without a daemon, `exclude` and `include` write it while they hold
+//! KSM's lock. If we can't use the file, no run begins: it might merge excluded processes.
 
 use crate::config::ownership;
 use crate::control::protocol::Selectors;
@@ -44,12 +43,12 @@ struct Document {
 struct Row {
     /// Exactly one selector.
     selector: Selectors,
-    /// The user who keeps the processes out. `None` if a user has let them in again.
+    /// The user who excluded the processes. `None` if a user has included them again.
     uid: Option<u32>,
     processes: BTreeSet<ProcessKey>,
 }
 
-/// The same for the service and for every command: a caller's `STATE_DIRECTORY` may be another service's.
+/// The service and all commands use the same path. We ignore `STATE_DIRECTORY`: a caller's may be another service's.
 fn path() -> PathBuf {
     Path::new(DIRECTORY).join(NAME)
 }
@@ -77,7 +76,7 @@ pub fn exists() -> bool {
     path().exists()
 }
 
-/// The processes that are kept out.
+/// Reads the list of excluded processes.
 ///
 /// # Errors
 /// The file is there, but damaged, or other users can write or replace it. The exit code is 2, or 1 if we can't tell

@@ -1,7 +1,7 @@
-//! Keeps what a run has learned about memory in a file, for the next run.
+//! The file in which a run records which memory is worth merging, so that the next run needn't find out again.
 //!
-//! The file grants no rights (see [`pagefold_engine::learned`]), but it has addresses and pids, so only root may read
-//! it. A thread replaces the whole file, so no disk delays the run, and a crash leaves the old file.
+//! We merge nothing because of the file alone (see [`pagefold_engine::learned`]), but it has addresses and pids, so
+//! only root may read it. A thread replaces the whole file, so no disk delays the run, and a crash leaves the old file.
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
@@ -49,10 +49,10 @@ impl LearnedFile {
         })
     }
 
-    /// Reads what we've learned since boot. `None` if there's no file, or one from before the boot.
+    /// Reads what earlier runs have learned since the machine booted. `None` if there's no file from this boot.
     ///
     /// # Errors
-    /// The file isn't readable, or isn't what we wrote. The error is a sentence.
+    /// We can't read the file, or it's damaged or of another version. The error is a sentence.
     pub fn read(&self) -> Result<Option<Learned>, String> {
         self.try_read().map_err(|why| {
             let shown = ownership::shown(&self.0.path);
@@ -103,8 +103,8 @@ pub struct LearnedWriter {
 }
 
 impl LearnedWriter {
-    /// Lets the engine adopt the file's contents, and starts the thread that writes. If we can't start the thread, we
-    /// keep nothing, and say so once.
+    /// Hands the file's contents to the engine, and starts the thread that writes the file. If the thread can't start,
+    /// we print a message, and nothing is recorded.
     pub fn start(file: LearnedFile, engine: &mut Engine) -> Option<Self> {
         match file.read() {
             Ok(Some(learned)) => engine.adopt(learned),
@@ -113,7 +113,7 @@ impl LearnedWriter {
         }
         let started = Self::start_thread(file);
         if let Err(error) = &started {
-            complain!("cannot start the thread for the learned file: {error}; the next run must search all memory");
+            complain!("the next run must search all memory: cannot start the thread for the learned file: {error}");
         }
         started.ok()
     }
@@ -143,7 +143,7 @@ impl LearnedWriter {
         }
     }
 
-    /// Writes the file a last time, and waits a moment for the disk.
+    /// Writes the file a last time. Waits for the disk, but only two seconds.
     pub fn finish(self, engine: &Engine) {
         self.documents.offer(self.document(engine.learned()));
     }

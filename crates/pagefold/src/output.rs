@@ -13,7 +13,7 @@ use std::time::Duration;
 /// How long a daemon waits at its end for a slow reader of its summary.
 const READ_LIMIT: Duration = Duration::from_secs(2);
 
-/// This machine's name. Empty if the kernel doesn't tell.
+/// This machine's host name. Empty if we can't read it.
 pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
@@ -23,7 +23,7 @@ pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -
     Ok(style::print(&text(json, result, describe)?)?)
 }
 
-/// Prints the result of a daemon, which must end even if nobody reads its output.
+/// Prints a daemon's summary. If nobody reads it within [`READ_LIMIT`], we give up, so that the daemon ends.
 pub fn print_at_end(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
     let text = text(json, result, describe)?;
     style::print_within(READ_LIMIT, &text).context("cannot print the summary")

@@ -30,7 +30,7 @@ fn of_service(name: &str) -> Option<PathBuf> {
     if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
 }
 
-/// Checks the place of a file that a run writes, if it's named. `what` is the file in words.
+/// Checks that we can safely write a file of a run, if `path` names one. `what` describes the file, for the error.
 ///
 /// # Errors
 /// The exit code is 2.
@@ -39,7 +39,7 @@ pub fn of_file(what: &str, path: Option<&Path>) -> Result<(), Exit> {
     Place::of(path).map(drop).map_err(|why| Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path))))
 }
 
-/// Whether there's something with this name, if only a link that leads nowhere, or something that we can't see.
+/// Whether something has this path, even a dangling link. If we can't tell, we assume so.
 pub fn is_there(path: &Path) -> bool {
     !path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
@@ -114,7 +114,7 @@ impl Place {
         self.sync_directory()
     }
 
-    /// Makes sure that a file's new name, or its end, outlives a power failure.
+    /// Makes sure that a power failure doesn't undo the renaming or removal of a file.
     fn sync_directory(&self) -> io::Result<()> {
         let directory = self.path.parent().unwrap_or(Path::new("/"));
         File::open(directory)?.sync_all()

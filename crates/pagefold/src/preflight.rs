@@ -59,13 +59,13 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Lets us see other processes' cgroups by their names on the host. If that's impossible, we see them relative to our
-/// own cgroup namespace.
+/// Enters init's cgroup namespace, to see other processes' cgroups by their paths on the host. If that fails, we see
+/// the paths relative to our own namespace.
 pub fn see_cgroups() {
     enter_cgroups_of_init().ok();
 }
 
-/// The device that merges pages on request. `None` if ksmd should merge them. Changes nothing.
+/// Opens /dev/ksm, the device that merges pages on request. `None` if ksmd should find and merge pages instead.
 ///
 /// # Errors
 /// The user chose merging on request, and it isn't possible.
@@ -94,7 +94,7 @@ fn request_device_at(
         (_, Err(exit)) => {
             // Most kernels have no such device, so its absence isn't worth a message.
             if !is_absent {
-                complain!("pagefold cannot ask the kernel to merge given pages, so ksmd merges them: {exit}");
+                complain!("pages are merged by ksmd, not on request: {exit}");
             }
             Ok(None)
         }
@@ -112,7 +112,7 @@ fn no_request(error: &RequestError) -> Exit {
     Exit::new(code, format!("{error}; {advice}"))
 }
 
-/// Checks for reasons why the kernel would refuse all requests.
+/// Checks for reasons why the kernel would refuse all requests to merge.
 fn may_request(placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
     let lacking = missing(&[REQUESTING]).map_err(|error| refused(&error))?;
     if !lacking.is_empty() {
@@ -132,9 +132,9 @@ fn may_request(placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Permanently gives up every capability except the ones for reading other processes and placing their merged pages,
-/// and those in `more`, and the system calls that we don't need. Call this before starting any thread and before
-/// reading another process, but after starting the injector, which would inherit the loss.
+/// Permanently gives up the system calls that we don't need, and all capabilities except `more` and those for reading
+/// other processes and placing their merged pages. Call this before starting any thread and before reading another
+/// process, but after starting the injector, which would inherit these limits.
 pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = [&READING[..], more].concat();
@@ -156,7 +156,7 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector, by a process that starts it again if it dies: after [`give_up_rights`] we can't.
+/// Starts the injector through a process that starts another one when it dies. After [`give_up_rights`] we can't.
 pub fn injector() -> Result<Injector> {
     let is_filtered =
         fs::read("/proc/self/status").is_ok_and(|status| matches!(number(&status, "Seccomp"), Ok(1_u8..)));
@@ -175,7 +175,7 @@ pub fn injector_command() -> Command {
     command
 }
 
-/// Connects to an injector that a service manager starts for each connection to the socket at `path`.
+/// Connects to the socket at `path`. The service manager starts an injector for each connection.
 pub fn injector_at(path: &Path) -> Result<Injector, Exit> {
     let at = path.display();
     Injector::connect(path).map_err(|error| match error.kind() {
@@ -223,7 +223,8 @@ pub fn inject_code(error: &InjectError) -> u8 {
     }
 }
 
-/// Whether a pagefold controls KSM, even if it doesn't answer. Only root can tell.
+/// Whether a pagefold process controls KSM, even if it doesn't answer requests. Always false for users who can't read
+/// KSM's lock.
 pub fn is_running() -> bool {
     lock::holder(Path::new(LOCK_PATH)).is_ok_and(|holder| holder.is_some())
 }

@@ -2,7 +2,7 @@
 
 use super::Moment;
 
-/// Beyond this age we only have one moment for each quarter of an hour, seconds.
+/// Of older moments, we only have one for each quarter of an hour. In seconds.
 const DAY: u64 = 86_400;
 /// The longest gap between two moments of the same run, seconds: in the last day, and before that.
 const STEP_MOST: [u64; 2] = [190, 1_900];
@@ -32,7 +32,7 @@ pub fn points(moments: &[Moment], now: u64) -> Vec<Point> {
 fn cpu(before: &Moment, after: &Moment, now: u64) -> Option<f64> {
     let most = STEP_MOST[usize::from(now.saturating_sub(before.time) >= DAY)];
     let seconds = after.time.checked_sub(before.time).filter(|seconds| (1..=most).contains(seconds))?;
-    // A restarted run begins at zero.
+    // A new run's CPU time begins at zero again.
     let pagefold = after.pagefold_ns.checked_sub(before.pagefold_ns)?;
     let ksmd = after.ksmd_ns.checked_sub(before.ksmd_ns)?;
     (before.pid == after.pid).then(|| pagefold.saturating_add(ksmd) as f64 / 1e9 / seconds as f64)

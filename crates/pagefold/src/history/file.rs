@@ -60,7 +60,7 @@ impl HistoryFile {
         }
     }
 
-    /// Replaces a file that isn't a history of ours. One that we can't read at the moment stays.
+    /// Replaces a file that isn't a history of ours, but not if reading it only failed for a passing reason.
     fn replace_unless_passing(&self, why: &io::Error) -> String {
         let shown = ownership::shown(&self.0.path);
         if matches!(why.raw_os_error(), Some(libc::EIO | libc::ENOMEM | libc::EMFILE | libc::ENFILE)) {
@@ -72,8 +72,8 @@ impl HistoryFile {
         }
     }
 
-    /// Makes an empty file and allocates all its space now, so that later writes can't run out of it. Replaces a
-    /// symbolic link instead of following it.
+    /// Makes an empty file and allocates all its space now, so that later writes can't fail for lack of space.
+    /// Replaces a symbolic link instead of following it.
     fn begin(&self) -> Result<(), String> {
         self.0.replace(0o600, fill_empty).map_err(|error| {
             let shown = ownership::shown(&self.0.path);
@@ -111,14 +111,14 @@ fn fill_empty(file: &mut File) -> io::Result<()> {
     let mut empty = HEADER.to_vec();
     empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
     file.write_all(&empty)?;
-    // The users who may read the status may read the history, too.
+    // The group whose members may ask for the status may read the history, too.
     if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
         file.set_permissions(Permissions::from_mode(0o640))?;
     }
     file.sync_all()
 }
 
-/// A file's moments in the time `since` before `now`, the oldest first.
+/// Reads a file's moments that are at most `since` older than `now`, the oldest first.
 ///
 /// # Errors
 /// We can't read the file, or it isn't a history.
@@ -221,7 +221,7 @@ fn decode(bytes: &[u8]) -> Option<Moment> {
     })
 }
 
-/// FNV-1a. Zeros don't hash to zero, so an empty slot can't be a moment.
+/// FNV-1a. Zeros don't hash to zero, so an empty slot never passes as a moment.
 fn checksum(words: &[u64]) -> u64 {
     let mut sum: u64 = 0xcbf2_9ce4_8422_2325;
     for byte in words.iter().flat_map(|word| word.to_le_bytes()) {

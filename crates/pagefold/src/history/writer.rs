@@ -11,8 +11,8 @@ use std::time::Duration;
 /// Seconds between two moments.
 const INTERVAL: u64 = 60;
 
-/// Starts the thread for a run that has opened its file, and prints the message that opening may have returned. If we
-/// can't start the thread, there's no history, and we say so once.
+/// Starts the thread that writes the opened file, and prints the message that opening may have returned. If the thread
+/// can't start, we print a message, and there's no history of this run.
 pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSender) -> Option<Background<()>> {
     let (file, said) = opened?;
     if let Some(line) = said {
@@ -31,5 +31,5 @@ pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSe
             }
         }
     });
-    started.inspect_err(|error| complain!("cannot start the thread for the history: {error}; none is written")).ok()
+    started.inspect_err(|error| complain!("no history is written: cannot start the thread for it: {error}")).ok()
 }

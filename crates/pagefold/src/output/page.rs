@@ -12,7 +12,7 @@ use pagefold_text::style::{self, human, percent};
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// As the path of a page, standard output.
+/// The path that means standard output.
 pub const STDOUT: &str = "-";
 const STYLE: &str = include_str!("page.css");
 
@@ -80,7 +80,7 @@ pub struct Chart {
     pub curves: Vec<Curve>,
 }
 
-/// Possible ends of an axis. The lines across a chart are at its quarters, so a quarter of each is a short number, too.
+/// Possible maxima of an axis. We draw grid lines at its quarters, so a quarter of each maximum is a short number, too.
 const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
 const GRID: u32 = 4;
 

@@ -7,7 +7,7 @@ use pagefold_engine::state::MoveTotals;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use serde::{Deserialize, Serialize};
 
-/// Processes that we show. We only count the rest.
+/// The table shows at most this many processes. We only count the rest.
 const PROCESSES: usize = 8;
 
 /// Where merged pages are. `reference.rs` explains the fields.

@@ -20,7 +20,7 @@ pub struct XenView {
 impl XenView {
     pub fn sentence(&self) -> String {
         format!(
-            "shares the pages that this run names; whole machine: {} saved, {} in frames shared or nominated, {} free",
+            "shares the pairs of pages that this run gives it; whole machine: {} saved, {} in frames shared or nominated, {} free",
             human(self.saved_bytes),
             human(self.frames_bytes),
             human(self.free_bytes)
