@@ -92,13 +92,13 @@ impl Bounds {
         if scoped.process.stat()?.state == b'T' {
             return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
         }
-        // This may block while the process is in an exec, so we do it on a thread that we can leave behind.
+        // This read may block while the process is in execve, so a thread does it, which we can abandon.
         let process = scoped.process.clone();
         if run_abandonable(move || is_frozen(&process)).unwrap_or(false) {
             return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
         }
         match self.exclusion(scoped)? {
-            // If the process is too busy to tell us whether it's dumpable, we ask it again during the run.
+            // If the process is too busy to tell us whether it's dumpable, the run tries again.
             None | Some(Exclusion::DumpableUnknown) => Ok(None),
             Some(exclusion) => Ok(Some(exclusion.to_string())),
         }

@@ -110,7 +110,7 @@ impl Events {
                 Event { why: Some(found.why.sentence.clone()), ..Event::of_owner("override", &found.owner) }
             }
             Entry::Exclude(Demand { scope, uid }) => {
-                return self.note("exclude", format!("unmerged and kept out at the request of uid {uid}: {scope}"));
+                return self.note("exclude", format!("excluded at the request of uid {uid}: {scope}"));
             }
             Entry::Include(Demand { scope, uid }) => {
                 return self.note("include", format!("included again at the request of uid {uid}: {scope}"));

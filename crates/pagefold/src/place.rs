@@ -1,4 +1,4 @@
-//! Files that we replace as a whole: we fill a new file beside the old one and rename it. A crash leaves the old one.
+//! Files that we replace as a whole: we fill a new file and rename it over the old one. A crash leaves the old file.
 
 use crate::config::ownership::{self, shown};
 use pagefold_text::exit::{self, Exit};
@@ -10,8 +10,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
-/// Opens a file of a run: the named one, or else one in the directory that the service manager has made for the service
-/// (systemd's StateDirectory=). A dry run only opens a named file.
+/// Opens a file of a run: the one that the settings name, or else `name` in the service's directory (systemd's
+/// StateDirectory=). A dry run only opens a file that the settings name.
 pub fn of_run<T>(
     named: Option<&Path>,
     name: &str,

@@ -46,17 +46,17 @@ impl ServiceManager {
         }
     }
 
-    /// The run has begun.
+    /// Reports that the run has begun.
     pub fn ready(&self) {
         self.send("READY=1");
     }
 
-    /// The run is ending, which takes until KSM's settings are restored.
+    /// Reports that the run is ending, and now restores KSM's settings.
     pub fn stopping(&self) {
         self.send("STOPPING=1\nSTATUS=restoring KSM's settings");
     }
 
-    /// Call this after each cycle. `text` describes the run in one line.
+    /// Reports that the run is alive, and its state (`text`, one line). Call this after each cycle.
     pub fn alive(&mut self, now: Instant, text: impl FnOnce() -> String) {
         if self.watchdog.is_some_and(|interval| now.duration_since(self.alive) >= interval) {
             self.alive = now;

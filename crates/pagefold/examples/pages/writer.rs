@@ -132,7 +132,7 @@ fn page(command: &Command, directory: &Path, parent: Option<&Command>, tables: &
     Ok(())
 }
 
-/// The examples at the end of a command's help: lines to copy, each with what it does below it.
+/// The examples at the end of a command's help: command lines, each with a description in the line below.
 fn examples(roff: &mut Roff, help: &str) {
     let Some(examples) = help.strip_prefix("Examples:\n") else { return };
     roff.control("SH", ["EXAMPLES"]);

@@ -107,7 +107,7 @@ pub struct Change {
     spans: Option<usize>,
 }
 
-/// The most lines about one process in one cycle, not counting the one that sums up the rest.
+/// The most lines about one process in one cycle, not counting the line that sums up all further spans.
 const LINES_MOST: usize = 16;
 
 /// The changes to one process in one cycle.

@@ -20,7 +20,7 @@ pub(super) struct LogFile {
     pub(super) file: File,
     /// Whether the last line in the file is incomplete.
     pub(super) torn: bool,
-    /// Lines lost since the last one that we wrote.
+    /// How many lines we've lost since we last wrote one.
     missing: u64,
     lost: Arc<AtomicU64>,
     complaints: Sender<String>,

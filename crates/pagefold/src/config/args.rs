@@ -27,8 +27,8 @@ pub struct RunArgs {
     /// Show which memory would be merged, and change nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Use the injector (it makes system calls in other processes) at this socket, see pagefold-injector.socket,
-    /// instead of starting one
+    /// Use the injector (the process that makes system calls in others) behind this socket instead of starting one; see
+    /// pagefold-injector.socket
     #[arg(long, value_name = "SOCKET", hide_short_help = true)]
     pub injector: Option<PathBuf>,
     /// Print the summary as JSON (schema pagefold.run/1)

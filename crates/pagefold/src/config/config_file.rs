@@ -9,7 +9,7 @@ use toml::de::{DeString, DeTable, DeValue};
 
 /// We cut the problem and the advice in an error message to this many characters each, because they may quote the file.
 const PART_MOST: usize = 300;
-/// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. clap uses the same value.
+/// Above this Jaro similarity (0 to 1), one name may be a misspelling of the other. clap uses the same value.
 const NEAR: f64 = 0.7;
 
 /// Keys that have moved to `[tuning]`, by their former section. The next release won't read them there any more.

@@ -24,7 +24,7 @@ pub struct ScopeArgs {
     pub selectors: ScopeFlags,
 }
 
-/// Beside these options we refuse programs named without a flag: such a word may be meant as the option's value.
+/// With these options we refuse programs named without a flag: the user may have meant the word as an option's value.
 const NOT_BESIDE: [&str; 5] = ["all", "config", "also", "except", "override-opt-outs"];
 
 /// The scope as clap reads it.

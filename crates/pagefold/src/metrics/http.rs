@@ -79,8 +79,8 @@ pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str
     }
 }
 
-/// Answers a new client if its request has arrived already. Otherwise the client joins the others, and may replace the
-/// oldest.
+/// Answers a new client if its request has arrived already. Otherwise keeps the connection, and closes the oldest
+/// one if there are too many.
 fn admit(stream: TcpStream, connections: &mut Vec<Connection>, page: &mut impl FnMut() -> Result<Arc<str>, String>) {
     let Some(mut connection) = Connection::of(stream) else { return };
     if !connection.go_on(page) {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// The share of a core that reading may take. With the overhead of portions and writing, it's less than 0.1 %.
+/// The share of a core that reading may take. With all overhead, sketching takes less than 0.1 %.
 const SHARE: Permyriad = Permyriad(8);
 /// How long a pass waits to learn the mappings of all processes. We can't wait longer: new ones may keep starting.
 const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
