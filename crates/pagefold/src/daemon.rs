@@ -166,7 +166,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
     fn run_cycles(&mut self) -> Result<(), Exit> {
         let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
         while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
-            // We log no actions after we've stood down. `report_events` notes that, so we still log this cycle's.
+            // Once we've given KSM up, we log no more actions, but still this cycle's: `report_events` comes later.
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }

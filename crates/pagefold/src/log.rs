@@ -16,7 +16,7 @@ use tracing_subscriber::filter::Targets;
 
 const TARGETS: [&str; 9] = ["cycle", "decision", "event", "scope", "read", "inject", "ksm", "control", "files"];
 
-/// The levels to log: `info`, or by target `warn,ksm=debug`.
+/// The levels to log: one for all targets (`info`), or also for single targets (`warn,ksm=debug`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogLevels {
     text: String,

@@ -72,7 +72,7 @@ pub struct Selectors {
 }
 
 impl Selectors {
-    /// The selectors of a scope.
+    /// Converts a scope to the selectors of a request.
     ///
     /// # Errors
     /// A user doesn't exist.

@@ -1,4 +1,4 @@
-//! The history as curves.
+//! Turns the moments of the history into points of curves.
 
 use super::Moment;
 

@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// We skip smaller workloads, whose sketches would cost more than they're worth.
+/// The smallest workload that we sketch. Sketches of smaller ones cost more than they're worth.
 const SMALLEST: Pages = Pages(256);
 /// The sketches of all workloads take at most this much memory; beyond that we skip the smallest workloads.
 const SKETCHES_BYTES: u64 = 4 << 20;
