@@ -261,7 +261,7 @@ mod tests {
         fs::create_dir(additions(&main)).unwrap();
         fs::write(&other, "[scope]\nenabled = [\"exe b\"]\n").unwrap();
         let refused = EnabledFile::read(&main).unwrap().set(vec![selector("exe", "a")]).unwrap_err();
-        assert!(refused.line.contains("z.toml sets enabled"), "{refused}");
+        assert!(refused.line.contains("z.toml sets \"enabled\""), "{refused}");
         fs::write(&other, "[scope]\nenabled = [\"program b\"]\n").unwrap();
         let refused = EnabledFile::read(&main).unwrap_err();
         assert!(refused.code == exit::USAGE && refused.line.contains("'program b'"), "{refused}");
