@@ -18,6 +18,8 @@ use std::ops::Range;
 const MS: u64 = 1_000_000;
 /// The last event comes before this time, milliseconds.
 const EVENTS_MS: u64 = 90_000;
+/// How long a new process may be there before we find it, nanoseconds.
+const UNSEEN_NS: u64 = 4_000_000_000;
 
 /// What programs of a group have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +148,9 @@ struct Twins {
     writes: u64,
     /// The contents that were discarded.
     discarded: BTreeMap<(RegionKey, Vpn), u64>,
+    /// Processes that the engine hasn't been told of yet, by the time when it will be, nanoseconds.
+    unseen: BTreeMap<u64, OwnerKey>,
+    random: Random,
 }
 
 impl Twins {
@@ -160,6 +165,8 @@ impl Twins {
             owners: BTreeMap::new(),
             writes: 0,
             discarded: BTreeMap::new(),
+            unseen: BTreeMap::new(),
+            random: Random::for_purpose(seed, 0x05ee_21a7e),
         }
     }
 
@@ -169,8 +176,22 @@ impl Twins {
     }
 
     fn run_until(&mut self, at_ns: u64) {
+        while let Some(next) = self.unseen.first_entry().filter(|next| *next.key() <= at_ns) {
+            let (seen_ns, owner) = next.remove_entry();
+            self.merged.run_until(seen_ns, |_| {});
+            self.merged.host.set_out_of_scope(owner, false);
+        }
         self.merged.run_until(at_ns, |_| {});
         let Ok(()) = self.plain.wait(self.merged.now_ns() - self.plain.now_ns());
+    }
+
+    /// As on a real host, it takes some time until we find a new process.
+    fn hide(&mut self, owner: OwnerKey) {
+        if self.merged.now_ns() > 0 {
+            self.merged.host.set_out_of_scope(owner, true);
+            let seen_ns = self.merged.now_ns() + 1 + self.random.below(UNSEEN_NS);
+            self.unseen.insert(seen_ns, owner);
+        }
     }
 
     fn happen(&mut self, number: usize, event: Event) {
@@ -181,6 +202,7 @@ impl Twins {
         match (event, owners.first()) {
             (Event::Start, _) => {
                 let owner = self.change(|host| host.add(process(&program, host.now_ns())));
+                self.hide(owner);
                 self.owners.insert(number, vec![owner]);
             }
             (Event::Exit, _) => {
@@ -192,6 +214,7 @@ impl Twins {
             (_, None) => {}
             (Event::Fork, Some(&parent)) => {
                 let child = self.change(|host| host.fork(parent));
+                self.hide(child);
                 self.owners.entry(number).or_default().push(child);
             }
             (Event::Load, Some(&owner)) => self.write(owner, |page, _| content_of_series(100 + program.group, page)),

@@ -54,17 +54,22 @@ struct Decided {
     first: Vpn,
     end: Vpn,
     decision: Decision,
+    /// Whether its samples showed an older mapping with equal pages at equal offsets.
+    has_kin: bool,
 }
 
 fn decided(engine: &Engine) -> Vec<Decided> {
-    let of = |region: &pagefold_engine::state::RegionState, key| Decided {
-        key,
-        first: region.first,
-        end: region.first + region.pages.0,
-        decision: region.decision,
-    };
-    let keys = engine.regions().map(|region| region.view.key);
-    engine.state().regions.iter().zip(keys).map(|(region, key)| of(region, key)).collect()
+    let mut decided = Vec::new();
+    for (state, region) in engine.state().regions.iter().zip(engine.regions()) {
+        decided.push(Decided {
+            key: region.view.key,
+            first: state.first,
+            end: state.first + state.pages.0,
+            decision: state.decision,
+            has_kin: region.survey.kin.found().is_some(),
+        });
+    }
+    decided
 }
 
 impl Decided {
@@ -73,11 +78,15 @@ impl Decided {
     }
 
     /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be done
-    /// early, because regions that are being read (`being_read`) may join it.
-    fn check(&self, recorded: &Recorded, then: &Decision, being_read: bool, now_ns: u64) {
+    /// early, because regions that are being read (`being_read`) may join it. A young region may be merged early, because
+    /// samples show that it's kin to an older one.
+    fn check(&self, recorded: &Recorded, next: &Self, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;
         let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
-        let is_due = decision.until_ns.is_some_and(|until_ns| now_ns >= until_ns) || being_read && may_be_joined;
+        let is_kin = decision.reason == Reason::TooYoung && next.has_kin;
+        let is_over = decision.until_ns.is_some_and(|until_ns| now_ns >= until_ns);
+        let is_due = is_over || is_kin || being_read && may_be_joined;
+        let then = &next.decision;
         let marked = recorded.actions.mark.iter().any(|change| self.holds(change.span.region, change.span.first));
         let read: u64 =
             recorded.runs.iter().filter(|run| self.holds(run.region, run.first)).map(|run| u64::from(run.pages)).sum();
@@ -135,7 +144,7 @@ fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
         for new in &after {
             let old = before.iter().find(|old| new.key == old.key && new.first == old.first && new.end == old.end);
             if let Some(old) = old {
-                old.check(&recorded, &new.decision, being_read, began_ns);
+                old.check(&recorded, new, being_read, began_ns);
             }
             new.check_since(old, engine.decisions(), recorded.seen_ns);
         }

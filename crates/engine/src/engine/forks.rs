@@ -215,18 +215,25 @@ impl Engine {
             return;
         }
         let least = self.config.threshold().fraction();
-        let mut found = FxHashSet::default();
+        let mut with_duplicates = FxHashSet::default();
+        let mut with_shared_duplicates = FxHashSet::default();
         for region in self.table.iter() {
             let is_judged_first = region.fork == Fork::First && region.life.is_judged();
-            if is_judged_first && region.counts().ratio() >= least && region.forked_share() >= least {
-                found.insert(region.relatives);
+            if is_judged_first && region.counts().ratio() >= least {
+                with_duplicates.insert(region.relatives);
+                if region.forked_share() >= least {
+                    with_shared_duplicates.insert(region.relatives);
+                }
             }
         }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
         for region in self.table.iter_mut() {
-            let is_found = region.fork == Fork::Relative && found.contains(&region.relatives);
-            if is_found && may_be_promoted(region, now_ns, pace, &self.config) {
+            // If the fork came after we had read the first relative, only the others' samples show what they share.
+            let is_found = with_shared_duplicates.contains(&region.relatives)
+                || with_duplicates.contains(&region.relatives) && region.survey.is_mostly_forked();
+            let follows = is_found && region.fork == Fork::Relative;
+            if follows && may_be_promoted(region, now_ns, pace, &self.config) {
                 region.fork = Fork::Follows;
                 region.examine(self.ladder.levels());
                 self.plan.reading.foreground = true;
@@ -379,10 +386,12 @@ mod tests {
     use crate::config::Config;
     use crate::host::Snapshot;
     use crate::keys::DomainKey;
+    use crate::marking::extents::Extent;
+    use crate::region::Event;
     use crate::region::test_view;
 
     /// Three processes of one lineage and one of another, with a region each.
-    fn forks(change: impl Fn(&mut RegionView)) -> Vec<Fork> {
+    fn engine(change: impl Fn(&mut RegionView)) -> Engine {
         let mut engine = Engine::new(Config::default());
         let mut regions = Vec::new();
         for (key, lineage) in [(1, 7), (2, 7), (3, 7), (4, 8)] {
@@ -392,7 +401,30 @@ mod tests {
             regions.push(view);
         }
         engine.plan(Snapshot { regions, ..Snapshot::default() });
-        engine.regions().map(|region| region.fork).collect()
+        engine
+    }
+
+    fn forks(change: impl Fn(&mut RegionView)) -> Vec<Fork> {
+        engine(change).regions().map(|region| region.fork).collect()
+    }
+
+    /// We read and judged the first relative before the others were forked.
+    #[test]
+    fn relatives_that_share_pages_are_read_even_if_the_first_shared_none_when_we_read_it() {
+        let mut engine = engine(|_| ());
+        for region in engine.table.iter_mut() {
+            if region.fork == Fork::First {
+                region.extents.insert(0, Extent { resident: 100, duplicate: 100, ..Extent::default() });
+                region.life.advance(Event::StartReading { first: region.view.first, top: 4 });
+                region.life.advance(Event::FinishReading { now_ns: 0 });
+            }
+            if region.view.owner == OwnerKey(2) {
+                region.survey.record_forked();
+            }
+        }
+        engine.follow_relatives();
+        let forks: Vec<Fork> = engine.regions().map(|region| region.fork).collect();
+        assert_eq!(forks, [Fork::First, Fork::Follows, Fork::Relative, Fork::Alone]);
     }
 
     #[test]
