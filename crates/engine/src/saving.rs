@@ -49,6 +49,9 @@ const SHARE: u64 = 2_000;
 /// If KSM has merged more than this many pages since the last count, and a quarter more than before, we don't know the
 /// saving.
 const LITTLE_MERGED: u64 = 2_048;
+/// A frame with this many mappers has one of the few contents that are all over the place. KSM's default of
+/// `max_page_sharing` is more.
+const MANY_MAPPERS: u32 = 128;
 /// The shortest and the longest time between two counts, nanoseconds.
 const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 60_000_000_000;
@@ -182,10 +185,11 @@ impl SavingCounter {
         self.tried_ns = Some(now_ns);
         self.has_settled = false;
         self.has_changed = false;
+        let places = places(table);
         let mut present = 0;
         let mut addresses = 0;
-        for region in table.iter() {
-            let pages: u64 = region.mergeable_runs().iter().map(|(_, pages)| pages.0).sum();
+        for (region, runs) in &places {
+            let pages: u64 = runs.iter().map(|(_, pages)| pages.0).sum();
             present += pages.min(region.resident().0);
             addresses += pages;
         }
@@ -193,8 +197,8 @@ impl SavingCounter {
         self.counts += 1;
         let mut runs = Vec::new();
         let mut asked = 0;
-        for region in table.iter() {
-            for (first, pages) in region.mergeable_runs() {
+        for (region, ranges) in places {
+            for (first, pages) in ranges {
                 let end = first + pages.0;
                 let mut at = first;
                 while let Some((start, length)) = self.next_run(at, end) {
@@ -243,7 +247,7 @@ impl SavingCounter {
         for sample in merged {
             last = table.near(last, sample.region, sample.page);
             let Some(region) = last else { continue };
-            families.entry((region.view.lineage, sample.page, sample.frame)).or_default().add(region, sample.page);
+            families.entry((region.view.lineage, sample.page, copy_of(sample))).or_default().add(region, sample.page);
         }
         note_sharers(table, counted, &mut families);
         let weight = self.one_in as f64;
@@ -253,7 +257,7 @@ impl SavingCounter {
         for sample in merged {
             last = table.near(last, sample.region, sample.page);
             let Some(region) = last else { continue };
-            let family = families[&(region.view.lineage, sample.page, sample.frame)];
+            let family = families[&(region.view.lineage, sample.page, copy_of(sample))];
             // More pages may map the frame than when the host counted its mappers.
             let held = 1.0 / f64::from(sample.mappers).max(family.all);
             let part = weight * (family.unmerged_frames() / family.all - held);
@@ -284,6 +288,26 @@ impl SavingCounter {
         saving.returns_at_worst = Pages(whole(returns.round()));
         self.latest = Some(saving);
     }
+}
+
+/// Where to look up pages: wherever they may be merged, and in all relatives of such regions, which may share unmerged
+/// pages through fork.
+fn places(table: &RegionTable) -> Vec<(&Region, Vec<(Vpn, Pages)>)> {
+    let mut places = Vec::new();
+    let mut lineages = FxHashSet::default();
+    for region in table.iter() {
+        let runs = region.mergeable_runs();
+        if !runs.is_empty() && region.relatives.is_some() {
+            lineages.insert(region.view.lineage);
+        }
+        places.push((region, runs));
+    }
+    for (region, runs) in &mut places {
+        if region.relatives.is_some() && lineages.contains(&region.view.lineage) {
+            *runs = vec![(region.view.first, region.view.pages)];
+        }
+    }
+    places
 }
 
 /// The relatives that map a merged frame at the same address.
@@ -325,8 +349,13 @@ impl Relatives {
     }
 }
 
-/// Notes which frames some relatives still share through fork: a relative's page is `Shared`, or the relative isn't
-/// marked there and has no frame of its own.
+/// What a page is a copy of: its frame's number. KSM keeps several frames of a content that more than
+/// `max_page_sharing` pages have (`stable_node_dup`), so we take all frames with many mappers for one content.
+fn copy_of(sample: &MergedSample) -> u64 {
+    if sample.mappers < MANY_MAPPERS { sample.frame } else { u64::MAX }
+}
+
+/// Notes which frames some relatives still share through fork.
 fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>) {
     let mut shared: FxHashSet<(LineageKey, Vpn)> = FxHashSet::default();
     let mut last = None;
@@ -334,18 +363,8 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
         last = table.near(last, sample.region, sample.page);
         shared.extend(last.map(|region| (region.view.lineage, sample.page)));
     }
-    let mut unmarked: FxHashMap<LineageKey, Vec<&Region>> = FxHashMap::default();
-    for region in
-        table.iter().filter(|region| region.relatives.is_some() && !region.is_marked_whole() && !region.is_named())
-    {
-        unmarked.entry(region.view.lineage).or_default().push(region);
-    }
     for (&(lineage, page, _), family) in families {
         family.is_frame_kept |= shared.contains(&(lineage, page));
-        for region in unmarked.get(&lineage).into_iter().flatten() {
-            let is_there = region.has(page) && !region.is_marked(page);
-            family.is_frame_kept |= is_there && !region.usage.own.contains(page);
-        }
     }
 }
 
@@ -473,7 +492,7 @@ mod tests {
             page.mappers = 5;
         }
         assert_eq!(count_at(&table, &rest, &kept).saved, Pages(399));
-        // Region 1 isn't marked.
+        // Region 1 isn't marked, and either shares the frame still or has its own.
         for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
             region.view.marked = Pages(0);
         }
@@ -481,7 +500,21 @@ mod tests {
         for page in &mut rest {
             page.mappers = 5;
         }
-        assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(300));
+        let shared = (1_000..1_100).map(|page| StateSample { page: Vpn(page), ..left });
+        let kept = Counted { others: shared.collect(), ..Counted::default() };
+        assert_eq!(count_at(&table, &rest, &kept).saved, Pages(300));
+        assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(400));
+    }
+
+    /// A content that so many pages have is in several frames.
+    #[test]
+    fn relatives_with_different_frames_of_one_content_share_one_by_fork() {
+        let table = table(&[1, 1, 2], 200);
+        let frame = |region: u32, page| u64::from(region) + page / 128;
+        let page = |region| (0..200).map(move |page| sample(region, Vpn(1_000 + page), frame(region, page), 150));
+        let merged: Vec<_> = (1..=3).flat_map(page).collect();
+        let saved = count_at(&table, &merged, &Counted::default()).saved;
+        assert_eq!(saved, Pages(396), "two programs with 200 frames each, and 600 pages in 4 frames");
     }
 
     #[test]
