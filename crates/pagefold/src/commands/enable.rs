@@ -337,12 +337,16 @@ fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     Ok(Outcome::default())
 }
 
-/// Asks the daemon for its status. A daemon that has just been started may not answer yet.
+/// Asks the daemon for its status. A daemon that has just been started doesn't answer yet, so we try again for a while.
 fn outcome(pids: &[i32], began: Instant) -> Result<Outcome> {
-    match ask::<Status>(&Request::Status) {
-        Ok(status) => Ok(Outcome::of(&status, pids)),
-        Err(error) if code_of(&error) == exit::NO_DAEMON && began.elapsed() < UNMERGING_LIMIT => Ok(Outcome::default()),
-        Err(error) => Err(error.context("the configuration is written, but the daemon does not answer")),
+    loop {
+        match ask::<Status>(&Request::Status) {
+            Ok(status) => return Ok(Outcome::of(&status, pids)),
+            Err(error) if code_of(&error) == exit::NO_DAEMON && began.elapsed() < UNMERGING_LIMIT => {
+                std::thread::sleep(INTERVAL);
+            }
+            Err(error) => return Err(error.context("the configuration is written, but the daemon does not answer")),
+        }
     }
 }
 
