@@ -193,8 +193,8 @@ impl KsmForExperiment {
     /// Makes ksmd scan everything marked once, without a pause, and waits for the end.
     pub fn scan_once(&mut self, interrupt: &Interrupt) -> Result<(), ExperimentError> {
         let knobs = LimitedScan { experiment: self, interrupt, end: Instant::now() + SCAN_LIMIT };
-        let scan = scan::scan_once(&knobs, Some(&self.ksmd))?;
-        if scan.done { Ok(()) } else { Err(ExperimentError::NothingMarked) }
+        let is_done = scan::scan_once(&knobs, Some(&self.ksmd))?;
+        if is_done { Ok(()) } else { Err(ExperimentError::NothingMarked) }
     }
 
     /// Stops ksmd. Merged pages stay merged.

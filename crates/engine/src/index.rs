@@ -131,10 +131,6 @@ impl Default for Index {
 }
 
 impl Index {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// The number of contents in the index.
     pub fn len(&self) -> usize {
         self.len
@@ -277,7 +273,7 @@ mod tests {
 
     #[test]
     fn the_first_page_of_a_content_is_reported_once() {
-        let mut index = Index::new();
+        let mut index = Index::default();
         let (a, b, c) = (
             Location { slot: 1, offset: 7 },
             Location { slot: 2, offset: 9 },
@@ -295,7 +291,7 @@ mod tests {
 
     #[test]
     fn an_entry_can_be_made_to_point_to_another_page() {
-        let mut index = Index::new();
+        let mut index = Index::default();
         let page = |slot| Location { slot, offset: 1 };
         index.point_to(digest(0), page(1));
         assert_eq!(index.page_of(digest(0)), None, "nothing was recorded");
@@ -310,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_million_contents_take_at_most_sixteen_bytes_each() {
-        let mut index = Index::new();
+        let mut index = Index::default();
         for content in 0..1_000_000 {
             let location = Location { slot: 3, offset: content };
             assert_eq!(index.record(digest(content.into()), location), Occurrences::None);
@@ -322,7 +318,7 @@ mod tests {
 
     #[test]
     fn sweeping_drops_removed_and_outdated_pages() {
-        let mut index = Index::new();
+        let mut index = Index::default();
         for content in 0..3000 {
             index.record(digest(content), Location { slot: u32::from(content % 3 == 0), offset: 1 });
         }
@@ -337,7 +333,7 @@ mod tests {
 
     #[test]
     fn a_content_of_several_pages_outlives_the_first_of_them() {
-        let mut index = Index::new();
+        let mut index = Index::default();
         let page = |slot| Location { slot, offset: 1 };
         index.record(digest(0), page(1));
         index.record(digest(0), page(2));
@@ -358,7 +354,7 @@ mod tests {
         /// Compares the index with a plain map.
         #[test]
         fn agrees_with_a_plain_map(records in proptest::collection::vec((0u64..400, 0u32..3, 0u32..50), 0..3000)) {
-            let mut index = Index::new();
+            let mut index = Index::default();
             let mut model: HashMap<u64, (Location, u8)> = HashMap::new();
             for (content, slot, offset) in records {
                 let location = Location { slot, offset };

@@ -289,12 +289,13 @@ impl ScanScheduler {
     /// Paces ksmd. Batches are so small that they stay within the share even if all pages have the highest cost. The
     /// sleeps in between depend on the recent cost of pages.
     fn pace(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
-        let share = u64::from(inputs.pace.top.0).clamp(1, 9_900);
-        let batch_ns = share_ns(BATCH_NS, Permyriad(inputs.pace.top.0.clamp(1, 9_900)));
+        let share = Permyriad(inputs.pace.top.0.clamp(1, 9_900));
+        let batch_ns = share_ns(BATCH_NS, share);
         if inputs.room_ns < batch_ns * 2 {
             return ScanOrder::Rest;
         }
         let pages = (batch_ns / HIGHEST_PAGE_NS).max(32);
+        let share = u64::from(share.0);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
         // A sleep that differs by less than a third isn't worth an order.
         let sleep_ms = match self.last_order {

@@ -19,19 +19,11 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tracing::debug;
 
-/// Which order to ksmd is in force, and what the earlier ones came to.
+/// What the orders to ksmd came to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KsmdStatus {
-    /// The last order that the thread has begun.
-    pub in_force: ScanOrder,
     /// Whether an order is waiting or under way.
     pub under_way: bool,
-    pub scans: u64,
-    pub lost_kicks: u64,
-    /// Ordered scans that didn't start, because no process is registered with KSM.
-    pub empty: u64,
-    /// Duration of the last ordered scan, nanoseconds.
-    pub last_scan_ns: u64,
     /// Why the thread no longer sets knobs: another program changed one, or the kernel refused a value.
     pub stood_down: Option<String>,
 }
@@ -221,9 +213,7 @@ impl Worker {
         if orders.quit {
             return None;
         }
-        let order = orders.next.take()?;
-        orders.status.in_force = order;
-        Some(order)
+        orders.next.take()
     }
 
     fn rest(&mut self) -> Result<(), Stop> {
@@ -276,9 +266,7 @@ impl Worker {
             }
         }
         self.at_start = true;
-        if !self.scan()? {
-            self.shared.orders().status.empty += 1;
-        }
+        self.scan()?;
         // If all registered processes end and a new one registers, ksmd begins a batch by itself. Resting now makes
         // that batch empty.
         self.rest()
@@ -286,14 +274,7 @@ impl Worker {
 
     /// Makes ksmd scan once. Returns false if nothing is registered.
     fn scan(&mut self) -> Result<bool, Stop> {
-        let scan = scan::scan_once(self, self.ksmd.as_ref())?;
-        let mut orders = self.shared.orders();
-        orders.status.lost_kicks += u64::from(scan.lost);
-        if scan.done {
-            orders.status.scans += 1;
-            orders.status.last_scan_ns = u64::try_from(scan.took.as_nanos()).unwrap_or(u64::MAX);
-        }
-        Ok(scan.done)
+        scan::scan_once(self, self.ksmd.as_ref())
     }
 }
 

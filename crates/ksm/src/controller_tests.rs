@@ -133,9 +133,7 @@ fn each_kick_is_one_scan_and_then_everything_rests() {
         order(&controller, ScanOrder::KICK);
         assert_eq!(stage.scans(), kicks);
     }
-    let status = controller.status();
-    assert_eq!((status.scans, status.empty, status.stood_down), (3, 0, None));
-    assert!(status.last_scan_ns > 0);
+    assert_eq!(controller.status().stood_down, None);
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("1".into(), "0".into()));
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
     controller.order(ScanOrder::Keep);
@@ -159,7 +157,7 @@ fn a_lost_kick_is_repeated() {
     stage.behaviour.lost.store(1, Ordering::SeqCst);
     order(&controller, ScanOrder::KICK);
     assert_eq!(stage.scans(), 1);
-    assert!(controller.status().lost_kicks >= 1);
+    assert_eq!(stage.behaviour.lost.load(Ordering::SeqCst), 0);
 }
 
 #[test]
@@ -168,8 +166,8 @@ fn with_nothing_registered_a_kick_ends_empty() {
     let controller = stage.controller();
     stage.behaviour.lost.store(100, Ordering::SeqCst);
     order(&controller, ScanOrder::KICK);
-    let status = controller.status();
-    assert_eq!((status.scans, status.empty, status.stood_down), (0, 1, None));
+    assert_eq!(controller.status().stood_down, None);
+    assert_eq!(stage.scans(), 0);
 }
 
 #[test]
@@ -179,7 +177,7 @@ fn orders_do_not_wait_and_the_latest_wins() {
     let controller = stage.controller();
     controller.order(ScanOrder::KICK);
     let end = Instant::now() + LIMIT;
-    while controller.status().in_force != ScanOrder::KICK {
+    while stage.get("run") != "1" {
         assert!(Instant::now() < end);
     }
     let before = Instant::now();

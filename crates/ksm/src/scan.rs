@@ -58,19 +58,9 @@ pub trait ScanKnobs {
     fn check(&self) -> Result<(), Self::Error>;
 }
 
-/// The result of [`scan_once`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Scan {
-    /// Whether there was a scan. False if every kick was lost, because nothing is registered.
-    pub done: bool,
-    pub lost: u32,
-    /// The time from the first kick to the end of the scan.
-    pub took: Duration,
-}
-
-/// Kicks ksmd, and waits until the scan has ended and ksmd rests.
-pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K::Error> {
-    let began = Instant::now();
+/// Kicks ksmd, and waits until the scan has ended and ksmd rests. Returns false if every kick was lost, because nothing
+/// is registered.
+pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<bool, K::Error> {
     let mut before = knobs.ksm().full_scans()?;
     knobs.set(Knob::PagesToScan, WHOLE_SCAN)?;
     knobs.set(Knob::SleepMillisecs, fresh_sleep(knobs)?)?;
@@ -86,14 +76,14 @@ pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K
         if scans > before {
             // ksmd counts the scan before its batch ends. If we kicked before it sleeps, that kick would be lost.
             wait_for_rest(knobs, ksmd)?;
-            return Ok(Scan { done: true, lost, took: began.elapsed() });
+            return Ok(true);
         }
         before = before.min(scans);
         if !is_lost(knobs, ksmd, &mut quiet)? {
             continue;
         }
         if lost + 1 == MAX_KICKS {
-            return Ok(Scan { done: false, lost, took: began.elapsed() });
+            return Ok(false);
         }
         lost += 1;
         interval = FIRST_CHECK;

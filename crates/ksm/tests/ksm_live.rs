@@ -224,8 +224,7 @@ fn a_lease_merges_rests_and_restores() {
     }
     let saved = fixture.ksm.counters().unwrap().pages_sharing.0;
     assert_eq!(saved, 32 * PAGES_PER_MIB, "every second page is saved");
-    println!("a scan of 64 MiB, half merged: {} us", controller.status().last_scan_ns / 1000);
-    assert_eq!((controller.status().stood_down, controller.status().empty), (None, 0));
+    assert_eq!(controller.status().stood_down, None);
     fixture.assert_ksmd_idle();
     lease.check().unwrap();
 

@@ -85,6 +85,8 @@ pub fn check(name: &str, text: &str) {
 pub struct Simulated {
     host: SimHost,
     targets: Vec<TargetFacts>,
+    /// The processes as the audit names them.
+    identities: Vec<Owner>,
     kept_out: KeptOut,
     owners: BTreeMap<RegionKey, OwnerKey>,
 }
@@ -130,16 +132,7 @@ impl Backend for Simulated {
     }
 
     fn owner(&self, pid: i32) -> Option<Owner> {
-        let target = self.targets.iter().find(|target| target.pid == pid)?;
-        Some(Owner {
-            pid,
-            start_time_ticks: target.start_time_ticks,
-            name: target.name.clone(),
-            exe: target.exe.as_ref().map(|exe| exe.display().to_string()),
-            uid: Some(target.uid),
-            cgroup: target.cgroup.clone(),
-            domain: Some(DOMAINS[usize::from(target.domain.0)].to_owned()),
-        })
+        self.identities.iter().find(|identity| identity.pid == pid).cloned()
     }
 
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
@@ -205,7 +198,13 @@ impl Run {
         let mut active = ActiveSettings::new(args, settings).unwrap();
         active.events = Events::new(None, dry_run);
         let engine = Engine::new(config);
-        let machine = Simulated { host, targets: Vec::new(), kept_out: KeptOut::default(), owners: BTreeMap::new() };
+        let machine = Simulated {
+            host,
+            targets: Vec::new(),
+            identities: Vec::new(),
+            kept_out: KeptOut::default(),
+            owners: BTreeMap::new(),
+        };
         Self { machine, engine, known, active, audit }
     }
 
@@ -283,7 +282,13 @@ impl Run {
         events.add_of_process("left-alone", 4_012, "keepassxc", "on the deny list (keepassxc)");
         events.note("governor", "auto");
         events.note("scan", "1 in all");
-        let redis = self.machine.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();
+        let redis = self
+            .machine
+            .targets
+            .iter()
+            .filter(|target| target.name == "redis-server")
+            .map(|target| target.owner)
+            .collect();
         let limit =
             LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis, read_ns: 0 };
         self.machine.host.set_limits(vec![limit]);
@@ -320,12 +325,18 @@ impl Run {
             start_time_ticks: 1_000,
             domain: DomainKey(domain),
             name: name.to_owned(),
-            uid,
-            exe: Some(format!("/usr/bin/{name}").into()),
             workload: workload.map(str::to_owned),
-            cgroup: Some(cgroup),
             selected_by,
             ..TargetFacts::default()
+        });
+        self.machine.identities.push(Owner {
+            pid,
+            start_time_ticks: 1_000,
+            name: name.to_owned(),
+            exe: Some(format!("/usr/bin/{name}")),
+            uid: Some(uid),
+            cgroup: Some(cgroup),
+            domain: Some(DOMAINS[usize::from(domain)].to_owned()),
         });
         owner
     }
@@ -365,7 +376,8 @@ impl Run {
     pub fn explanation(&self, pid: i32) -> Explanation {
         let facts = self.facts();
         let target = facts.targets.iter().find(|target| target.pid == pid).unwrap();
-        explain::of_target(&facts, target, target.exe.as_deref(), &mappings(&facts, target.owner))
+        let exe = self.machine.owner(pid).unwrap().exe.unwrap();
+        explain::of_target(&facts, target, Some(Path::new(&exe)), &mappings(&facts, target.owner))
     }
 
     /// The audit log with a fixed time, since other tests check the format of times.

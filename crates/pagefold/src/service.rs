@@ -113,7 +113,8 @@ pub fn has_standard_error() -> bool {
 pub struct MessageLimit {
     left: u32,
     since: Instant,
-    unprinted: u64,
+    /// How many messages we've skipped since the last one that we printed.
+    pub unprinted: u64,
 }
 
 impl MessageLimit {
@@ -133,12 +134,6 @@ impl MessageLimit {
         }
         self.left -= 1;
         Some(std::mem::take(&mut self.unprinted))
-    }
-
-    /// How many messages we've skipped since the last one that we printed.
-    #[cfg(test)]
-    pub fn unprinted(&self) -> u64 {
-        self.unprinted
     }
 }
 

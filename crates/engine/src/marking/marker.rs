@@ -77,11 +77,6 @@ impl Marker {
         self.held_since_ns.is_some() && self.small == Wave::default()
     }
 
-    /// Whether any marks wait because they don't pay yet.
-    pub fn has_waiting(&self) -> bool {
-        self.has_thin_waiting() || self.small.added > Pages(0)
-    }
-
     /// Whether extents with few duplicates wait because they don't pay yet.
     pub fn has_thin_waiting(&self) -> bool {
         self.thin.added > Pages(0)

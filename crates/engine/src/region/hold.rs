@@ -84,9 +84,8 @@ impl Hold {
         self.reason = Some(LeaveAlone::Refused);
     }
 
-    /// Ends the hold and returns its reason, if there was one.
-    pub fn end(&mut self) -> Option<LeaveAlone> {
-        self.reason.take()
+    pub fn end(&mut self) {
+        self.reason = None;
     }
 
     /// When a temporary hold ends, nanoseconds.

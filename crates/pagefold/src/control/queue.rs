@@ -24,7 +24,6 @@ use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -67,9 +66,6 @@ pub struct TargetFacts {
     pub start_time_ticks: u64,
     pub domain: DomainKey,
     pub name: String,
-    pub uid: u32,
-    pub exe: Option<PathBuf>,
-    pub cgroup: Option<String>,
     /// The workload of the process, as `top` shows it.
     pub workload: Option<String>,
     /// The selector that the process matches: an index into [`RunFacts::selectors`].
@@ -171,9 +167,6 @@ impl TargetFacts {
             start_time_ticks: target.info.process.start_time_ticks(),
             domain: target.domain,
             name: target.info.name.clone(),
-            uid: target.info.uid(),
-            exe: target.info.exe.as_ref().map(|exe| exe.to_path_buf()),
-            cgroup: target.info.cgroups.path.clone(),
             workload: target.info.workload().map(|workload| workload.to_string()),
             selected_by: target.info.selected_by,
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
