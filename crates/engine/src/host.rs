@@ -230,7 +230,7 @@ pub struct Cost {
     #[serde(rename = "pagefold", with = "as_seconds")]
     pub pagefold_ns: u64,
     /// The injector's part of `pagefold_ns`, nanoseconds.
-    #[serde(rename = "injector", with = "as_seconds", default)]
+    #[serde(rename = "injector", with = "as_seconds")]
     pub injector_ns: u64,
     /// CPU time of ksmd, nanoseconds.
     #[serde(rename = "ksmd", with = "as_seconds")]

@@ -55,47 +55,39 @@ impl RequestCounts {
 }
 
 /// The account of one run.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default)]
 pub struct Ledger {
     /// Pages that KSM saves on the machine by its counters, without `exited`.
     pub saved_machine: Pages,
     /// Frames saved for the processes in scope, by the latest count ([`crate::saving`]).
     pub saved: Option<Pages>,
     /// Roughly how many merged pages of exited processes KSM's counters still contain until ksmd's next scan.
-    #[serde(default)]
     pub exited: Pages,
     /// Pages of address space that this run marked.
     pub marked: Pages,
     /// Pages of address space that this run unmarked.
     pub unmarked: Pages,
     /// Pages unmarked because memory was short.
-    #[serde(default)]
     pub taken_back: Pages,
     pub spans: u64,
     /// Spans where the target refused or had ended.
     pub refused: u64,
     /// Copies of merged pages made because programs wrote them.
-    #[serde(default)]
     pub copies: Copies,
     /// Huge pages split on the machine since the run began.
-    #[serde(default)]
     pub splits: HugeSplits,
     /// Huge pages split before the run.
-    #[serde(default)]
     pub splits_before: HugeSplits,
     /// Huge pages collapsed again in memory that we unmarked because merges there didn't last.
-    #[serde(default)]
     pub collapsed: u64,
     pub pages_read: u64,
     /// Outcomes of the pages we asked the kernel to merge.
-    #[serde(default)]
     pub requests: RequestCounts,
     pub stops: u64,
     /// The longest stop, nanoseconds.
     pub longest_stop_ns: u64,
     /// The total time of all stops, nanoseconds.
     pub total_stop_ns: u64,
-    #[serde(default)]
     pub stop_lengths: StopLengths,
     /// Merged frames moved to another NUMA node.
     pub moved: Pages,

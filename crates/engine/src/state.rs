@@ -57,7 +57,6 @@ impl State {
 
 /// Our limits, and whether we're at work.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Activity {
     /// Seconds since the run began.
     pub seconds: f64,
@@ -82,7 +81,6 @@ pub struct Activity {
 
 /// Memory, and how much of it is merged.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub struct MemoryState {
     /// Memory of the machine that programs can get without swapping.
     pub available_bytes: u64,
@@ -115,7 +113,6 @@ impl MemoryState {
 
 /// Copies of merged pages, made because programs wrote them, on the whole machine.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub struct CopyTotals {
     pub copied_bytes: u64,
     /// Copies in the worst 24 hours.
@@ -146,7 +143,6 @@ pub struct LimitState {
 
 /// Side effects since the run began, and failures.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Incidents {
     /// Huge pages split on the machine.
     pub splits: HugeSplits,
@@ -158,7 +154,6 @@ pub struct Incidents {
 
 /// Work since the run began, and its cost.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Work {
     pub cpu_seconds: Cost,
     pub pages_read: u64,
@@ -310,7 +305,6 @@ impl RegionTotals {
 
 /// The memory of some regions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
 pub struct MemoryTotal {
     pub resident_bytes: u64,
     /// How much memory there would be if nothing were merged. Only filled in for processes, and for all memory.

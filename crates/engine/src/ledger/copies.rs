@@ -1,13 +1,12 @@
 //! Copies made because programs wrote merged pages: how many in all, and how many on the worst day of the run.
 
 use crate::units::{Pages, count};
-use serde::{Deserialize, Serialize};
 
 const HOUR_NS: u64 = 3_600_000_000_000;
 const HOURS: usize = 24;
 
 /// Copies of merged pages during a run, on the whole machine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copies {
     pub total: Pages,
     /// Copies in the worst 24 hours, counted by full hours.

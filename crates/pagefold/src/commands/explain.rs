@@ -58,10 +58,9 @@ pub struct Explanation {
     pub levels: usize,
     pub resident_bytes: u64,
     pub regions: Vec<Row>,
-    #[serde(default)]
     decisions: Vec<DecisionRow>,
     excluded: Vec<Excluded>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
     pub unseen_bytes: u64,
     /// Whether the target is a Xen guest. If so, `pid` is the guest's domain ID.
@@ -77,7 +76,6 @@ pub struct Row {
     #[serde(flatten)]
     pub figures: RegionState,
     pub next: String,
-    #[serde(default)]
     pub since_seconds: f64,
     pub wait_seconds: Option<f64>,
     pub sentence: String,

@@ -60,28 +60,23 @@ pub struct Status {
     pub pid: u32,
     #[serde(flatten)]
     pub run: Run,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub other_bytes: Option<u64>,
     #[serde(flatten)]
     pub activity: Activity,
     /// Why we don't control KSM. `stood_down` says whether that's because we gave it up.
     pub ksm_why: Option<String>,
-    #[serde(default)]
     pub stood_down: bool,
     #[serde(flatten)]
     pub memory: MemoryState,
     pub to_unmark_bytes: u64,
-    #[serde(default)]
     pub foreign_marks: bool,
     #[serde(flatten)]
     pub copies: CopyTotals,
-    #[serde(default)]
     pub reserve: ReserveView,
     #[serde(flatten)]
     pub incidents: Incidents,
-    #[serde(default)]
     pub injector_restarts: u32,
-    #[serde(default)]
     pub audit_lost: u64,
     #[serde(flatten)]
     pub work: Work,
@@ -89,16 +84,15 @@ pub struct Status {
     pub totals: RegionTotals,
     #[serde(flatten)]
     pub programs: Programs,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub requests: Option<RequestCounts>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub xen: Option<XenView>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     /// Other processes with merged memory. The command finds them, not the daemon.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub others: Vec<KsmUser>,
-    #[serde(default)]
     pub events: Vec<Event>,
 }
 
@@ -106,9 +100,7 @@ pub struct Status {
 pub struct Run {
     pub scope: String,
     pub dry_run: bool,
-    #[serde(default)]
     pub mechanism: Mechanism,
-    #[serde(default)]
     pub only: Only,
 }
 
@@ -128,11 +120,8 @@ impl Run {
 pub struct Programs {
     pub domains: Vec<DomainRow>,
     pub processes: Vec<ProcessRow>,
-    #[serde(default)]
     pub scopes: Vec<ScopeRow>,
-    #[serde(default)]
     pub left_out: Vec<LeftOutRow>,
-    #[serde(default)]
     pub kept_out: Vec<KeptOutRow>,
 }
 
@@ -150,7 +139,6 @@ pub struct DomainRow {
 pub struct ProcessRow {
     pub pid: i32,
     pub name: String,
-    #[serde(default)]
     pub workload: Option<String>,
     pub regions: usize,
     #[serde(flatten)]

@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 fn status() -> Status {
     serde_json::from_str(
         r#"{
-        "schema": "pagefold.status/1", "pid": 7, "scope": "--exe a", "dry_run": false, "mechanism": "request",
+        "schema": "pagefold.status/1", "pid": 7, "scope": "--exe a", "dry_run": false, "mechanism": "request", "only": "all",
         "seconds": 12.5, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
-        "paused": false, "busy": true, "ksm_driven": true, "ksm_why": null, "stood_down": false,
+        "paused": false, "busy": true, "ksm_driven": true, "ksm_why": null, "stood_down": false, "foreign_marks": false,
         "available_bytes": 1073741824, "resident_bytes": 1000, "unmerged_bytes": 1200, "saved_bytes": 400, "may_return_bytes": 500, "saved_machine_bytes": 500, "exited_bytes": 0,
         "marked_bytes": 300, "metadata_bytes": 600, "to_unmark_bytes": 10, "copied_bytes": 4096,
         "copied_worst_day_bytes": 4096,
         "reserve": {"keep": "auto", "take_back": false, "likely_bytes": 8192, "taken_back_bytes": 12288,
             "machine": {"state": "overcommitted", "total_bytes": 1048576, "left_bytes": 20480, "reserve_bytes": 16384, "worst_bytes": 24576},
             "limits": [{"cgroup": "/secret", "state": "short", "total_bytes": 4096, "left_bytes": 0, "reserve_bytes": 4096, "worst_bytes": 4096}],
-            "limits_overcommitted": 3, "limits_short": 1}, "splits": {"pages": 7, "mappings": 9}, "collapsed": 4, "refused_spans": 2, "injector_restarts": 1, "audit_lost": 5,
+            "limits_overcommitted": 3, "limits_short": 1, "limits_full": 0}, "splits": {"pages": 7, "mappings": 9}, "collapsed": 4, "refused_spans": 2, "injector_restarts": 1, "audit_lost": 5,
         "cpu_seconds": {"pagefold": 2.0, "injector": 0.5, "ksmd": 0.25}, "pages_read": 3, "scans": 4, "stops": 6,
         "longest_stop_us": 200000.0, "total_stop_us": 500000.0, "stop_lengths": [1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3], "rounds": 3,
         "index": {"contents": 5, "bytes": 100},
@@ -21,14 +21,14 @@ fn status() -> Status {
         "levels": [], "domains": [{"name": "secret-domain", "resident_bytes": 1, "marked_bytes": 1, "processes": 1, "left_alone": false}],
         "next": [{"what": "read", "regions": 2, "resident_bytes": 400, "soonest_seconds": null}],
         "processes": [
-            {"pid": 31337, "name": "secret-program", "regions": 3, "resident_bytes": 1000, "marked_bytes": 300,
+            {"pid": 31337, "name": "secret-program", "regions": 3, "resident_bytes": 1000, "unmerged_bytes": 1200, "marked_bytes": 300,
              "expected_bytes": 200, "left_alone": null, "to_unmark": null},
-            {"pid": 31338, "name": "secret-program", "regions": 0, "resident_bytes": 0, "marked_bytes": 0,
+            {"pid": 31338, "name": "secret-program", "regions": 0, "resident_bytes": 0, "unmerged_bytes": 0, "marked_bytes": 0,
              "expected_bytes": 0, "left_alone": "traced by process 31339", "to_unmark": null}
         ],
-        "scopes": [{"kind": "exe", "name": "a\"b\\", "processes": 2, "resident_bytes": 1000, "marked_bytes": 300,
+        "scopes": [{"kind": "exe", "name": "a\"b\\", "processes": 2, "resident_bytes": 1000, "unmerged_bytes": 0, "marked_bytes": 300,
             "expected_bytes": 200, "saved_bytes": 100}],
-        "left_out": [{"reason": "traced", "processes": 1}],
+        "left_out": [{"reason": "traced", "processes": 1}], "kept_out": [], "events": [],
         "requests": {"asked_pages": 10, "merged_pages": 4, "shared_pages": 3, "differing_pages": 2, "failed_pages": 1}
     }"#,
     )

@@ -26,7 +26,6 @@ pub struct ScopeRow {
     #[serde(flatten)]
     pub memory: MemoryTotal,
     /// What these processes save; `None` until we've counted.
-    #[serde(default)]
     pub saved_bytes: Option<u64>,
 }
 

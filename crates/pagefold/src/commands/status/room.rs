@@ -24,9 +24,8 @@ pub struct ReserveView {
     pub limits_overcommitted: usize,
     pub limits_short: usize,
     /// How many cgroup limits have no headroom to merge more, and the cgroup of the first.
-    #[serde(default)]
     pub limits_full: usize,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub full: Option<String>,
 }
 

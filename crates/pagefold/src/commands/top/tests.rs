@@ -5,9 +5,11 @@ use super::state::{Point, Rows, Sort, Top, View};
 use super::{Answer, print_once, screen};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use crate::commands::status::room::ReserveView;
 use crate::golden::{self, NOW, Run};
 use crate::history::Moment;
 use crate::output::page::{Origin, escape};
+use pagefold_engine::stops::StopLengths;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -32,13 +34,20 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
         {"time": 2, "what": "mark", "pid": 40, "name": "gpg\u{1b}[2J\u{202e}", "times": 2, "done_bytes": 4 << 20,
             "bytes": 4 << 20, "why": "it is duplicate"},
     ]);
-    json!({
+    let others = json!({
+        "only": "all", "stood_down": false, "available_bytes": 0, "may_return_bytes": 0, "foreign_marks": false,
+        "copied_bytes": 0, "copied_worst_day_bytes": 0, "reserve": ReserveView::default(),
+        "splits": {"pages": 0, "mappings": 0}, "collapsed": 0, "refused_spans": 0, "injector_restarts": 0,
+        "audit_lost": 0, "total_stop_us": 0.0, "stop_lengths": StopLengths::default(), "scopes": [], "left_out": [],
+        "kept_out": [],
+    });
+    let mut status = json!({
         "schema": "pagefold.status/1", "pid": 7, "scope": "--all", "dry_run": false, "mechanism": "request",
         "seconds": seconds, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
         "paused": false, "busy": busy, "ksm_driven": true, "ksm_why": null, "resident_bytes": 1000_u64 << 20,
         "unmerged_bytes": 1000_u64 << 20,
         "saved_bytes": saved_mib << 20, "saved_machine_bytes": saved_mib << 20, "exited_bytes": 0, "marked_bytes": 500_u64 << 20,
-        "metadata_bytes": 1, "to_unmark_bytes": 0, "cpu_seconds": {"pagefold": 2.0, "ksmd": 0.5}, "pages_read": 1_000_000,
+        "metadata_bytes": 1, "to_unmark_bytes": 0, "cpu_seconds": {"pagefold": 2.0, "injector": 0.0, "ksmd": 0.5}, "pages_read": 1_000_000,
         "scans": 0, "stops": 0, "longest_stop_us": 0.0, "rounds": 3, "index": {"contents": 5, "bytes": 100},
         "kinds": [{"kind": "statically-duplicated", "regions": 2, "resident_bytes": 700_u64 << 20}],
         "levels": [{"level": 4, "share": 0.1, "regions": 2, "resident_bytes": 700_u64 << 20}],
@@ -50,7 +59,9 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
             process(30, "nginx", 400, None),
             process(40, "gpg\u{1b}[2J\u{202e}", 1, Some("it is on the deny list")),
         ],
-    })
+    });
+    status.as_object_mut().unwrap().extend(others.as_object().unwrap().clone());
+    status
 }
 
 fn answer(status: Value) -> Answer {
@@ -65,7 +76,7 @@ fn answer(status: Value) -> Answer {
 fn explanation(pid: i32) -> Explanation {
     let value = json!({"schema": "pagefold.explain/1", "pid": pid, "name": "a\u{1b}[2Jb", "exe": null, "in_scope": true,
         "scope": "", "left_alone": null, "paused": false, "dry_run": false, "levels": 4, "resident_bytes": 4096,
-        "regions": [], "excluded": [], "unseen_bytes": 0});
+        "regions": [], "decisions": [], "excluded": [], "unseen_bytes": 0});
     serde_json::from_value(value).unwrap()
 }
 
