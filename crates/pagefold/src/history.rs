@@ -14,15 +14,18 @@ pub use file::{HistoryFile, read};
 pub use writer::start;
 
 use crate::commands::status::Status;
+use pagefold_engine::units::as_seconds;
+use serde::{Serialize, Serializer};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Where the service keeps the history.
 pub const DEFAULT_FILE: &str = "/var/lib/pagefold/history";
 
 /// The figures at one time. All except the time come from `pagefold.status/1`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Moment {
     /// Seconds since 1970.
+    #[serde(serialize_with = "as_utc")]
     pub time: u64,
     pub pid: u64,
     /// Whether the run only found duplicates and merged nothing.
@@ -34,7 +37,9 @@ pub struct Moment {
     pub resident_bytes: u64,
     pub available_bytes: u64,
     /// CPU time since the run began.
+    #[serde(rename = "pagefold_cpu_seconds", with = "as_seconds")]
     pub pagefold_ns: u64,
+    #[serde(rename = "ksmd_cpu_seconds", with = "as_seconds")]
     pub ksmd_ns: u64,
 }
 
@@ -70,4 +75,9 @@ pub fn now() -> u64 {
 /// A time in seconds since 1970, as RFC 3339.
 pub fn utc(seconds: u64) -> String {
     humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(seconds)).to_string()
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn as_utc<S: Serializer>(seconds: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&utc(*seconds))
 }

@@ -29,43 +29,12 @@ pub struct HistoryArgs {
 #[derive(Debug, Serialize)]
 struct Export {
     schema: &'static str,
-    moments: Vec<Row>,
+    moments: Vec<Moment>,
 }
 
-/// The names of these fields are also the columns of the CSV.
-#[derive(Debug, Serialize)]
-struct Row {
-    time: String,
-    pid: u64,
-    dry_run: bool,
-    saved_bytes: u64,
-    expected_bytes: u64,
-    marked_bytes: u64,
-    resident_bytes: u64,
-    available_bytes: u64,
-    pagefold_cpu_seconds: f64,
-    ksmd_cpu_seconds: f64,
-}
-
+/// The columns of the CSV, which are also the fields of a [`Moment`] as JSON.
 const COLUMNS: &str = "time,pid,dry_run,saved_bytes,expected_bytes,marked_bytes,resident_bytes,available_bytes,\
     pagefold_cpu_seconds,ksmd_cpu_seconds";
-
-impl From<&Moment> for Row {
-    fn from(moment: &Moment) -> Self {
-        Self {
-            time: utc(moment.time),
-            pid: moment.pid,
-            dry_run: moment.dry_run,
-            saved_bytes: moment.saved_bytes,
-            expected_bytes: moment.expected_bytes,
-            marked_bytes: moment.marked_bytes,
-            resident_bytes: moment.resident_bytes,
-            available_bytes: moment.available_bytes,
-            pagefold_cpu_seconds: moment.pagefold_ns as f64 / 1e9,
-            ksmd_cpu_seconds: moment.ksmd_ns as f64 / 1e9,
-        }
-    }
-}
 
 pub fn run(args: &HistoryArgs) -> Result<u8> {
     let moments = history::read(&args.history, args.since, history::now()).map_err(|error| {
@@ -75,32 +44,32 @@ pub fn run(args: &HistoryArgs) -> Result<u8> {
             _ => Exit::new(exit::FAILURE, format!("{line}; give the daemon's file with --history")),
         }
     })?;
-    let export = Export::of(&moments);
+    let export = Export::of(moments);
     output::print(args.json, &export, |_| export.csv())?;
     Ok(exit::OK)
 }
 
 impl Export {
-    fn of(moments: &[Moment]) -> Self {
-        Self { schema: "pagefold.history/1", moments: moments.iter().map(Row::from).collect() }
+    fn of(moments: Vec<Moment>) -> Self {
+        Self { schema: "pagefold.history/1", moments }
     }
 
     fn csv(&self) -> String {
         let mut text = String::new();
         text.line(COLUMNS);
-        for row in &self.moments {
+        for moment in &self.moments {
             text.line(format!(
                 "{},{},{},{},{},{},{},{},{},{}",
-                row.time,
-                row.pid,
-                row.dry_run,
-                row.saved_bytes,
-                row.expected_bytes,
-                row.marked_bytes,
-                row.resident_bytes,
-                row.available_bytes,
-                row.pagefold_cpu_seconds,
-                row.ksmd_cpu_seconds
+                utc(moment.time),
+                moment.pid,
+                moment.dry_run,
+                moment.saved_bytes,
+                moment.expected_bytes,
+                moment.marked_bytes,
+                moment.resident_bytes,
+                moment.available_bytes,
+                moment.pagefold_ns as f64 / 1e9,
+                moment.ksmd_ns as f64 / 1e9
             ));
         }
         text
@@ -127,7 +96,7 @@ mod tests {
             ksmd_ns: 70_000_000 * minute,
             ..Moment::default()
         };
-        let export = Export::of(&[moment(0, 0), moment(1, 100), Moment { dry_run: true, ..moment(15, 0) }]);
+        let export = Export::of(vec![moment(0, 0), moment(1, 100), Moment { dry_run: true, ..moment(15, 0) }]);
         let document = json(&export).unwrap();
         golden::check("history.json", &document);
         golden::check("history.csv", &export.csv());
