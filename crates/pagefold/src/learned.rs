@@ -5,13 +5,13 @@
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
-use crate::place::Place;
+use crate::place::{Place, cannot_write, unusable};
 use pagefold_engine::engine::Engine;
 use pagefold_engine::learned::Learned;
 use pagefold_ksm::state_file::boot_id;
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::since_boot_ns;
-use pagefold_text::exit::{self, Exit};
+use pagefold_text::exit::Exit;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
@@ -43,10 +43,7 @@ impl LearnedFile {
     /// # Errors
     /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        Place::of(path).map(Self).map_err(|why| {
-            let shown = ownership::shown(path);
-            Exit::new(exit::USAGE, format!("the learned file {shown} {why}"))
-        })
+        Place::of(path).map(Self).map_err(|why| unusable("the learned file", path, &why))
     }
 
     /// Reads what earlier runs have learned since the machine booted. `None` if there's no file from this boot.
@@ -71,10 +68,8 @@ impl LearnedFile {
     }
 
     fn write(&self, bytes: &[u8]) -> Result<(), String> {
-        self.0.replace(0o600, |file| file.write_all(bytes).and_then(|()| file.sync_all())).map_err(|error| {
-            let shown = ownership::shown(&self.0.path);
-            format!("cannot write the learned file {shown}: {error}; free some space (pagefold tries again)")
-        })
+        let written = self.0.replace(0o600, |file| file.write_all(bytes).and_then(|()| file.sync_all()));
+        written.map_err(|error| cannot_write("the learned file", &self.0.path, &error))
     }
 }
 

@@ -36,7 +36,17 @@ fn of_service(name: &str) -> Option<PathBuf> {
 /// The exit code is 2.
 pub fn of_file(what: &str, path: Option<&Path>) -> Result<(), Exit> {
     let Some(path) = path else { return Ok(()) };
-    Place::of(path).map(drop).map_err(|why| Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path))))
+    Place::of(path).map(drop).map_err(|why| unusable(what, path, &why))
+}
+
+/// The error if we can't use a file. `why` is a clause with advice.
+pub fn unusable(what: &str, path: &Path, why: &str) -> Exit {
+    Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path)))
+}
+
+/// The message if a write failed that we'll repeat.
+pub fn cannot_write(what: &str, path: &Path, error: &io::Error) -> String {
+    format!("cannot write {what} {}: {error}; free some space (pagefold tries again)", shown(path))
 }
 
 /// Whether something has this path, even a dangling link. If we can't tell, we assume so.
@@ -94,6 +104,15 @@ impl Place {
         hidden.push(name);
         hidden.push(".new");
         Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
+    }
+
+    /// Like [`Self::of`], but also refuses a path that has something other than a regular file.
+    pub fn of_regular(path: &Path) -> Result<Self, String> {
+        let place = Self::of(path)?;
+        if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
+            return Err("is not a regular file; name a regular or a new file".to_owned());
+        }
+        Ok(place)
     }
 
     /// Writes a new file and renames it over the old one. If the old one is a symbolic link, we replace it and don't

@@ -2,8 +2,8 @@
 
 use super::{Entry, Order, line_of};
 use crate::config::ownership::{self, shown};
-use crate::place::Place;
-use pagefold_text::exit::{self, Exit};
+use crate::place::{Place, unusable};
+use pagefold_text::exit::Exit;
 use pagefold_text::sink::Next;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -114,7 +114,7 @@ impl LogFile {
 }
 
 fn open(path: &Path) -> Result<File, Exit> {
-    try_open(path).map_err(|why| Exit::new(exit::USAGE, format!("the audit log {} {why}", shown(path))))
+    try_open(path).map_err(|why| unusable("the audit log", path, &why))
 }
 
 fn try_open(path: &Path) -> Result<File, String> {

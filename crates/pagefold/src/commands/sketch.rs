@@ -7,7 +7,7 @@ use crate::config::ownership;
 use crate::config::scope::ScopeArgs;
 use crate::config::settings::Settings;
 use crate::output;
-use crate::place::Place;
+use crate::place::{Place, unusable};
 use crate::preflight;
 use crate::sketch::{Keeper, Now, put};
 use anyhow::Result;
@@ -128,11 +128,7 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
 }
 
 fn place(path: &std::path::Path) -> Result<Place, Exit> {
-    let cannot = |what: String| Exit::new(exit::USAGE, format!("the file {} {what}", ownership::shown(path)));
-    let place = Place::of(path).map_err(cannot)?;
-    if std::fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
-        return Err(cannot("is not a regular file; name a regular or a new file".to_owned()));
-    }
+    let place = Place::of_regular(path).map_err(|why| unusable("the file", path, &why))?;
     place.check().map_err(|error| cannot_write(&place, &error))?;
     Ok(place)
 }

@@ -3,9 +3,9 @@
 use super::Moment;
 use crate::config::ownership;
 use crate::control::protocol::GROUP;
-use crate::place::{Place, open_regular};
+use crate::place::{Place, cannot_write, open_regular, unusable};
 use pagefold_procmem::os::peer::group_id;
-use pagefold_text::exit::{self, Exit};
+use pagefold_text::exit::Exit;
 use std::fs::{File, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt, fchown};
@@ -34,10 +34,7 @@ impl HistoryFile {
     /// # Errors
     /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
-        let place = Place::of(path).map_err(|what| {
-            let shown = ownership::shown(path);
-            Exit::new(exit::USAGE, format!("the history {shown} {what}"))
-        })?;
+        let place = Place::of(path).map_err(|why| unusable("the history", path, &why))?;
         let file = Self(place);
         let said = file.check();
         Ok((file, said))
@@ -99,10 +96,7 @@ impl HistoryFile {
         match (said, written) {
             (Some(said), _) => Err(said),
             (None, Ok(())) => Ok(()),
-            (None, Err(error)) => {
-                let shown = ownership::shown(&self.0.path);
-                Err(format!("cannot write the history {shown}: {error}; free some space (pagefold tries again)"))
-            }
+            (None, Err(error)) => Err(cannot_write("the history", &self.0.path, &error)),
         }
     }
 }

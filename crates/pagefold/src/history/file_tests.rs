@@ -1,4 +1,5 @@
 use super::*;
+use pagefold_text::exit;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;

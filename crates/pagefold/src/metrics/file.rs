@@ -4,9 +4,8 @@
 //! the disk.
 
 use crate::background::{Background, Complaints};
-use crate::config::ownership;
-use crate::place::Place;
-use pagefold_text::exit::{self, Exit};
+use crate::place::{Place, cannot_write, unusable};
+use pagefold_text::exit::Exit;
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -24,11 +23,7 @@ impl MetricsFile {
     /// # Errors
     /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        let place = checked(path).map_err(|what| {
-            let shown = ownership::shown(path);
-            Exit::new(exit::USAGE, format!("the metrics file {shown} {what}"))
-        })?;
-        Ok(Self(place))
+        checked(path).map(Self).map_err(|why| unusable("the metrics file", path, &why))
     }
 
     fn write(&self, text: &str) -> Result<(), String> {
@@ -36,10 +31,7 @@ impl MetricsFile {
             file.set_permissions(Permissions::from_mode(0o644))?;
             file.write_all(text.as_bytes())
         });
-        replaced.map_err(|error| {
-            let shown = ownership::shown(&self.0.path);
-            format!("cannot write the metrics file {shown}: {error}; free some space (pagefold tries again)")
-        })
+        replaced.map_err(|error| cannot_write("the metrics file", &self.0.path, &error))
     }
 
     /// Starts a thread that writes the file. Dropping the result removes the file.
@@ -64,10 +56,7 @@ impl MetricsFile {
 
 /// Checks that we can write a file at `path`. The error has advice.
 fn checked(path: &Path) -> Result<Place, String> {
-    let place = Place::of(path)?;
-    if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
-        return Err("is not a regular file; name a regular or a new file".to_owned());
-    }
+    let place = Place::of_regular(path)?;
     let advice = "name a file in a directory that root can write";
     place.check().map_err(|error| format!("cannot be written: {error}; {advice}"))?;
     Ok(place)
@@ -77,6 +66,7 @@ fn checked(path: &Path) -> Result<Place, String> {
 mod tests {
     use super::*;
     use pagefold_testkit::wait_until;
+    use pagefold_text::exit;
     use std::os::unix::fs::symlink;
 
     #[test]

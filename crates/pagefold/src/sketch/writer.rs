@@ -3,8 +3,7 @@
 use super::keeper::{Keeper, Now};
 use super::settings::Fleet;
 use crate::background::{Background, Complaints};
-use crate::config::ownership;
-use crate::place::Place;
+use crate::place::{Place, cannot_write};
 use pagefold_engine::engine::Engine;
 use pagefold_engine::token_bucket::TokenBucket;
 use pagefold_engine::units::Permyriad;
@@ -36,10 +35,8 @@ impl Writer {
         let started = Background::start("sketches", move |to_write: Receiver<Vec<Arc<Row>>>| {
             let mut complaints = Complaints::default();
             for rows in to_write {
-                complaints.hear(put(&place, &rows).map_err(|error| {
-                    let path = ownership::shown(&place.path);
-                    format!("cannot write the sketches {path}: {error}; free some space (pagefold tries again)")
-                }));
+                let written = put(&place, &rows);
+                complaints.hear(written.map_err(|error| cannot_write("the sketches", &place.path, &error)));
             }
         });
         if let Err(error) = &started {
