@@ -33,15 +33,7 @@ pub enum Verb {
 
 impl fmt::Display for Verb {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sample => "sample",
-            Self::Read => "read",
-            Self::Mark => "mark",
-            Self::Merge => "merge",
-            Self::Watch => "watch",
-            Self::Wait => "wait",
-            Self::Leave => "nothing",
-        })
+        self.serialize(f)
     }
 }
 

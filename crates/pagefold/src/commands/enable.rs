@@ -96,7 +96,7 @@ struct Outcome {
 
 impl Outcome {
     fn of(status: &Status, pids: &[i32]) -> Self {
-        let doing: Vec<&str> = status.doing().into_iter().map(super::status::Doing::name).collect();
+        let doing: Vec<String> = status.doing().iter().map(ToString::to_string).collect();
         let mut outcome = Self { doing: doing.join(" and "), done_in: status.done_in(), ..Self::default() };
         let out_of_scope = Exclusion::OutOfScope.to_string();
         for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {

@@ -29,6 +29,7 @@ use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::thread;
@@ -163,16 +164,11 @@ pub enum Doing {
 impl Doing {
     pub const ALL: [Self; 6] =
         [Self::Paused, Self::Reading, Self::Marking, Self::Merging, Self::Sampling, Self::Watching];
+}
 
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Paused => "paused",
-            Self::Reading => "reading",
-            Self::Marking => "marking",
-            Self::Merging => "merging",
-            Self::Sampling => "sampling",
-            Self::Watching => "watching",
-        }
+impl fmt::Display for Doing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
 }
 

@@ -237,7 +237,7 @@ fn state(status: &Status) -> String {
     if doing == [Doing::Watching] {
         return "watching: nothing to do until something changes".to_owned();
     }
-    let names: Vec<&str> = doing.iter().map(|doing| doing.name()).collect();
+    let names: Vec<String> = doing.iter().map(Doing::to_string).collect();
     let end = status.done_in().map_or(String::new(), |end| format!("; done in {end}"));
     names.join(", ") + &end
 }
