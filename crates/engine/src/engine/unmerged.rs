@@ -88,10 +88,8 @@ impl Engine {
                 continue;
             }
             let expected = region.merged_by_ksmd();
-            // The kernel counts merged zeros by process, not by region.
-            let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
             let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
-            region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;
+            region.marks.merges = frames.0 * MERGED_PART >= expected.0;
             if region.marks.merges {
                 region.hold.unmerged = 0;
             } else if is_mergeable(region) {
