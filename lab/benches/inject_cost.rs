@@ -3,7 +3,7 @@
 //! `PAGEFOLD_OTHER_VICTIM=PATH` names the `victim` of another build, whose injector takes turns with this build's.
 
 use pagefold_inject::{Injector, Limits};
-use pagefold_testkit::injection::{MARK, Victim};
+use pagefold_testkit::injection::{MARK, Victim, run_unchecked};
 use pagefold_testkit::{victim_binary, wait_until};
 use std::path::PathBuf;
 use std::process::Command;
@@ -25,7 +25,8 @@ fn main() {
             for (injector, stops, aways) in &mut injectors {
                 let mut report = None;
                 wait_until("an injection succeeds", || {
-                    report = injector.run(&victim.process, &victim.calls(MARK, calls), &Limits::default()).ok();
+                    report =
+                        run_unchecked(injector, &victim.process, &victim.calls(MARK, calls), &Limits::default()).ok();
                     report.is_some()
                 });
                 let report = report.unwrap();

@@ -132,21 +132,14 @@ impl Injector {
         self.lock().patience = Some(patience);
     }
 
-    /// Makes the injector run `calls` in `process`.
+    /// Makes the injector run `calls` in `process`, but only while the process runs `program`.
     ///
     /// # Errors
+    /// [`InjectError::OtherProgram`] if the process runs another one.
     /// [`InjectError::WorkerGone`] if the injector has died: we don't know whether it made the calls.
     /// [`InjectError::WorkerSilent`] if it doesn't reply in time. We don't kill it then, because it may hold a target
     /// that only it can restore. Until it replies, later requests fail at once if there's a patience
     /// ([`Self::set_patience`]), and wait otherwise.
-    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-        self.lock().run(process, None, calls, limits)
-    }
-
-    /// Like [`Self::run`], but only while the process runs `program`.
-    ///
-    /// # Errors
-    /// [`InjectError::OtherProgram`] if the process runs another one.
     pub fn run_in(
         &mut self,
         process: &Process,
@@ -211,7 +204,7 @@ impl InjectorHandle {
         if is_last && supervised.patience.is_some() {
             return Err(InjectError::WorkerSilent);
         }
-        supervised.run(process, Some(program), calls, limits)
+        supervised.run(process, program, calls, limits)
     }
 
     /// Like [`Self::run_in`], but waits for earlier requests to end, and if a patience is set, requests of
@@ -232,7 +225,7 @@ impl InjectorHandle {
                 let mut supervised = locked(&supervised);
                 supervised.tend()?;
                 if supervised.connection.is_free() || Instant::now() >= end {
-                    return supervised.run(process, Some(program), calls, limits);
+                    return supervised.run(process, program, calls, limits);
                 }
                 drop(supervised);
                 std::thread::sleep(TURN_TICK);
@@ -247,7 +240,7 @@ impl Supervised {
     fn run(
         &mut self,
         process: &Process,
-        program: Option<&ProgramId>,
+        program: &ProgramId,
         calls: &[Call],
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
@@ -381,8 +374,9 @@ mod tests {
     fn without_a_way_to_start_it_again_it_stays_gone() {
         let mut injector = Injector::spawn(&mut Command::new("true")).unwrap();
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let program = ProgramId::of(&own).unwrap();
         for _ in 0..3 {
-            assert_eq!(injector.run(&own, &[], &Limits::default()), Err(InjectError::WorkerGone));
+            assert_eq!(injector.run_in(&own, &program, &[], &Limits::default()), Err(InjectError::WorkerGone));
         }
         assert_eq!(injector.tend(), Ok(0));
     }

@@ -40,7 +40,7 @@ pub use injector::{Injector, InjectorHandle};
 pub use pagefold_procmem::image::ProgramId;
 pub use progress::held;
 pub use starter::start_injectors;
-pub use worker::serve;
+pub use worker::{Inject, serve};
 
 use engine::{AttemptOutcome, Verdict};
 use pagefold_engine::host::Stops;

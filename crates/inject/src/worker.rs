@@ -11,7 +11,7 @@
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
 
-use super::{Call, InjectError, InjectionReport, Limits, held, inject, inject_into};
+use super::{Call, InjectError, InjectionReport, Limits, held};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::peer::{Peer, is_trusted};
@@ -39,9 +39,8 @@ pub struct Request {
     id: u64,
     pid: i32,
     start_time_ticks: u64,
-    /// The program that the process must be running. `None`: any program; then no limit on its user's or cgroup's share
-    /// of our time applies either.
-    program: Option<ProgramId>,
+    /// The program that the process must be running.
+    program: ProgramId,
     pub calls: Vec<Call>,
     pub limits: Limits,
 }
@@ -113,7 +112,8 @@ impl Connection {
         // We ask for an empty batch in our own process, to see whether the other end accepts requests.
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
         let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
-        match connection.run(&own, None, &[], &Limits::default(), None) {
+        let program = ProgramId::of(&own).map_err(io::Error::other)?;
+        match connection.run(&own, &program, &[], &Limits::default(), None) {
             Ok(_) => Ok(connection),
             Err(_) if connection.refusal.is_some() => {
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
@@ -169,7 +169,7 @@ impl Connection {
     pub(super) fn run(
         &mut self,
         process: &Process,
-        program: Option<&ProgramId>,
+        program: &ProgramId,
         calls: &[Call],
         limits: &Limits,
         patience: Option<Duration>,
@@ -186,7 +186,7 @@ impl Connection {
             id: self.last_id,
             pid: process.pid(),
             start_time_ticks: process.start_time_ticks(),
-            program: program.copied(),
+            program: *program,
             calls: calls.to_vec(),
             limits: *limits,
         };
@@ -291,8 +291,12 @@ fn malformed(error: &serde_json::Error) -> InjectError {
     InjectError::Protocol { what: error.to_string() }
 }
 
-/// Runs the injector: replies to the requests on standard input until its end. Only makes calls that are `allowed`.
-pub fn serve(allowed: fn(&Call) -> bool) -> ! {
+/// Makes the calls of a request: [`super::inject_into`], except in tests.
+pub type Inject = fn(&Process, &ProgramId, &[Call], &Limits) -> Result<InjectionReport, InjectError>;
+
+/// Runs the injector: replies to the requests on standard input until its end. Only makes calls that are `allowed`, and
+/// makes them by `inject`.
+pub fn serve(allowed: fn(&Call) -> bool, inject: Inject) -> ! {
     confine();
     pagefold_procmem::os::fault::init();
     let mut input = io::stdin().lock();
@@ -313,7 +317,7 @@ pub fn serve(allowed: fn(&Call) -> bool) -> ! {
         if line.last() != Some(&b'\n') {
             break;
         }
-        let (id, result) = answer(&line, allowed);
+        let (id, result) = answer(&line, allowed, inject);
         if send(&mut output, &Reply::new(id, None, result)).is_err() {
             break;
         }
@@ -347,7 +351,7 @@ fn refusal(input: &impl AsFd) -> Option<String> {
     Some("only root may use this injector; run the command with sudo".to_owned())
 }
 
-fn answer(line: &[u8], allowed: fn(&Call) -> bool) -> (u64, Result<InjectionReport, InjectError>) {
+fn answer(line: &[u8], allowed: fn(&Call) -> bool, inject: Inject) -> (u64, Result<InjectionReport, InjectError>) {
     let request: Request = match serde_json::from_slice(line) {
         Ok(request) => request,
         Err(error) => return (0, Err(malformed(&error))),
@@ -361,11 +365,7 @@ fn answer(line: &[u8], allowed: fn(&Call) -> bool) -> (u64, Result<InjectionRepo
     }
     let result = match Process::open(request.pid) {
         Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
-            let Request { calls, limits, .. } = &request;
-            match &request.program {
-                Some(program) => inject_into(&process, program, calls, limits),
-                None => inject(&process, calls, limits),
-            }
+            inject(&process, &request.program, &request.calls, &request.limits)
         }
         Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
         Err(error) => Err(InjectError::from_read(error)),
@@ -415,19 +415,29 @@ fn shield_process() {
 
 #[cfg(test)]
 mod tests {
+    use super::super::inject_into;
     use super::*;
     use pagefold_engine::stops::StopLengths;
     use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
 
+    const PROGRAM: ProgramId = ProgramId { image: 0, exe: None, uid: 0 };
+
     #[test]
     fn requests_of_another_version_and_malformed_ones_get_a_reply() {
         let limits = Limits::default();
-        let request =
-            Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, program: None, calls: vec![], limits };
-        let (id, result) = answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless);
+        let request = Request {
+            version: VERSION + 1,
+            id: 7,
+            pid: 1,
+            start_time_ticks: 0,
+            program: PROGRAM,
+            calls: vec![],
+            limits,
+        };
+        let (id, result) = answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless, inject_into);
         assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
         for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":4}\n"] {
-            assert!(matches!(answer(line, Call::is_harmless), (0, Err(InjectError::Protocol { .. }))));
+            assert!(matches!(answer(line, Call::is_harmless, inject_into), (0, Err(InjectError::Protocol { .. }))));
         }
     }
 
@@ -438,11 +448,11 @@ mod tests {
             id: 1,
             pid: i32::try_from(std::process::id()).unwrap(),
             start_time_ticks: 1,
-            program: None,
+            program: PROGRAM,
             calls: vec![Call::madvise(0, 0, libc::MADV_MERGEABLE), call],
             limits: Limits::default(),
         };
-        answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless)
+        answer(&serde_json::to_vec(&request).unwrap(), Call::is_harmless, inject_into)
     }
 
     #[test]

@@ -546,7 +546,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
     let limits = Limits::default();
     let pid = i32::try_from(injector.pid()).unwrap();
     for (advice, marked) in [(MARK, true), (UNMARK, false)] {
-        let report = injector.run(&victim.process, &victim.calls(advice, 1), &limits).unwrap();
+        let report = run_unchecked(&mut injector, &victim.process, &victim.calls(advice, 1), &limits).unwrap();
         assert_eq!((report.results, victim.is_marked()), (vec![Ok(0)], marked));
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGPIPE, libc::SIGUSR1] {
             send(pid, signal);
@@ -558,7 +558,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
     let gone = Victim::start("idle");
     gone.kill(libc::SIGKILL);
     gone.wait_state(b'Z');
-    let zombie = injector.run(&gone.process, &gone.calls(MARK, 1), &limits);
+    let zombie = run_unchecked(&mut injector, &gone.process, &gone.calls(MARK, 1), &limits);
     assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
     // The end of the connection ends the injector.
     drop(injector);
@@ -573,9 +573,9 @@ fn an_injector_killed_while_idle_does_no_harm() {
     }
     let mut injector = injector("worker");
     let mut victim = Victim::start("idle");
-    injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT).unwrap();
+    run_unchecked(&mut injector, &victim.process, &victim.calls(MARK, 1), &PATIENT).unwrap();
     send(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL);
-    let after = injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT);
+    let after = run_unchecked(&mut injector, &victim.process, &victim.calls(MARK, 1), &PATIENT);
     assert_eq!(after, Err(InjectError::WorkerGone));
     assert!(victim.is_marked());
     victim.finish("idle");
@@ -593,8 +593,8 @@ fn an_injector_under_a_seccomp_filter_refuses_filtered_targets() {
         return skip("no seccomp filters");
     }
     let limits = Limits::default();
-    assert_eq!(injector.run(&free.process, &free.calls(MARK, 1), &limits).unwrap().results, [Ok(0)]);
-    let refused = injector.run(&filtered.process, &filtered.calls(MARK, 1), &limits);
+    assert_eq!(run_unchecked(&mut injector, &free.process, &free.calls(MARK, 1), &limits).unwrap().results, [Ok(0)]);
+    let refused = run_unchecked(&mut injector, &filtered.process, &filtered.calls(MARK, 1), &limits);
     assert_eq!(refused, Err(InjectError::Filtered { pid: filtered.pid() }));
     for victim in [&mut free, &mut filtered] {
         victim.finish("under a filter");

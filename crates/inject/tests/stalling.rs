@@ -79,10 +79,10 @@ fn a_frame_that_cannot_be_read_holds_its_own_thread_only() {
     let mut injector = injector("worker");
     let limits = Limits { stop_ns: 1_000_000_000, call_ns: 2_000_000_000, calls_per_stop: 1 };
     let wait = Call { nr: libc::SYS_poll, args: [0, 0, 1_000, 0, 0, 0] };
-    let held = injector.run(&victim.process, &[wait], &limits);
+    let held = run_unchecked(&mut injector, &victim.process, &[wait], &limits);
     assert_eq!(held, Err(InjectError::Held { pid: victim.pid() }));
     let mut plain = Victim::start("idle");
-    injector.run(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
+    run_unchecked(&mut injector, &plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();
     let worker = Process::open(i32::try_from(injector.pid()).unwrap()).unwrap();
     drop(injector);
@@ -102,14 +102,14 @@ fn very_many_mappings_take_the_injector_little_memory() {
     let mut injector = injector("worker");
     let peak = |injector: &pagefold_inject::Injector| peak_kib(injector.pid().into());
     let mut plain = Victim::start("idle");
-    injector.run(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
+    run_unchecked(&mut injector, &plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();
     let before = peak(&injector);
     for number in 0..6 {
         let advice = if number % 2 == 0 { MARK } else { UNMARK };
         // Once, the kernel prints 130 MB of names for us, which takes a second of CPU time.
         wait_until("the call is made", || {
-            let report = injector.run(&victim.process, &victim.calls(advice, 1), &Limits::default());
+            let report = run_unchecked(&mut injector, &victim.process, &victim.calls(advice, 1), &Limits::default());
             report.is_ok_and(|report| report.results == [Ok(0)])
         });
     }

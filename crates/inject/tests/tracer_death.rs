@@ -7,7 +7,7 @@ use pagefold_engine::random::Random;
 use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::os::fault;
 use pagefold_testkit::guest::{Tools, run_guest};
-use pagefold_testkit::injection::{self, MARK, UNMARK, can_inject};
+use pagefold_testkit::injection::{self, MARK, UNMARK, can_inject, run_unchecked};
 use pagefold_testkit::{send, victim_binary, wait_until};
 use std::fs;
 use std::ops::{Deref, DerefMut};
@@ -128,7 +128,7 @@ impl Victim {
 fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<InjectionReport> {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
-        match injector.run(&victim.process, calls, &Limits::default()) {
+        match run_unchecked(injector, &victim.process, calls, &Limits::default()) {
             Ok(report) => return Some(report),
             Err(InjectError::WorkerGone) => return None,
             // Between two rounds the victim may be at a moment when we can't stop it.

@@ -32,7 +32,7 @@ use commands::{
     scan, status, top, unmerge,
 };
 use control::protocol::Request;
-use pagefold_inject::Call;
+use pagefold_inject::{Call, inject_into};
 use std::process::ExitCode;
 
 /// Writes a message to standard error: one line, without control characters that a terminal would obey.
@@ -189,7 +189,7 @@ pub fn main() -> ExitCode {
         Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Complete { kind } => complete::run(kind),
         Command::Injector { starter: true } => pagefold_inject::start_injectors(preflight::injector_command),
-        Command::Injector { starter: false } => pagefold_inject::serve(Call::is_harmless),
+        Command::Injector { starter: false } => pagefold_inject::serve(Call::is_harmless, inject_into),
     };
     pagefold_text::program::finish("pagefold", result)
 }

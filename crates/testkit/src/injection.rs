@@ -2,7 +2,7 @@
 
 use crate::process::{status_field, tids, wait_until};
 use crate::{OwnedChild, Script, skip, victim_binary};
-use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits, inject};
+use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits, ProgramId, inject, inject_into};
 use pagefold_procmem::process::Process;
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -83,6 +83,30 @@ pub fn can_inject() -> bool {
 /// Starts an injector process: the mode `worker` of the victim, or another one.
 pub fn injector(mode: &str) -> Injector {
     Injector::spawn(Command::new(victim_binary("victim")).arg(mode)).unwrap()
+}
+
+/// In requests of tests: the program that the process runs when the call is made, whichever that is. No limit on the
+/// share of its user or cgroup applies then.
+const ANY_PROGRAM: ProgramId = ProgramId { image: 0, exe: None, uid: 0 };
+
+/// Makes the injector of [`injector`] run `calls` in `process`, whichever program that runs.
+pub fn run_unchecked(
+    injector: &mut Injector,
+    process: &Process,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    injector.run_in(process, &ANY_PROGRAM, calls, limits)
+}
+
+/// Makes the calls of a request, in the mode `worker` of the victim.
+pub fn inject_as_asked(
+    process: &Process,
+    program: &ProgramId,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    if *program == ANY_PROGRAM { inject(process, calls, limits) } else { inject_into(process, program, calls, limits) }
 }
 
 pub struct Victim {

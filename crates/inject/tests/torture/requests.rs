@@ -4,7 +4,7 @@ use crate::Run;
 use crate::victims::{Class, Member, Signals, Target};
 use pagefold_engine::random::Random;
 use pagefold_inject::{Call, Errno, InjectError, InjectionReport, Limits, inject, inject_thread};
-use pagefold_testkit::injection::{MARK, ON_STACK, PATIENT, PLAIN, UNMARK, injector};
+use pagefold_testkit::injection::{MARK, ON_STACK, PATIENT, PLAIN, UNMARK, injector, run_unchecked};
 use pagefold_testkit::tids;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -104,7 +104,9 @@ pub fn by_injector(run: &Run, mut random: Random) {
     let mut injector = injector("worker");
     while !run.is_enough() {
         let member = &run.victims.members[*random.pick(&run.victims.weighted)];
-        if !request(run, member, &mut random, |target, calls, limits, _| injector.run(&target.process, calls, limits)) {
+        if !request(run, member, &mut random, |target, calls, limits, _| {
+            run_unchecked(&mut injector, &target.process, calls, limits)
+        }) {
             break;
         }
     }

@@ -37,16 +37,17 @@ mod system;
 mod torture;
 
 use checks::{Memory, count, handle, report, signals, signals_back};
+use pagefold_testkit::injection::inject_as_asked;
 use std::io::Read;
 
 fn main() {
     let mode = std::env::args().nth(1).expect("a mode");
     let kind = std::env::args().nth(2).unwrap_or_default();
     match mode.as_str() {
-        "worker" => pagefold_inject::serve(|_| true),
+        "worker" => pagefold_inject::serve(|_| true, inject_as_asked),
         "worker-filtered" => {
             seccomp::filter(libc::SYS_madvise, libc::SECCOMP_RET_ALLOW);
-            pagefold_inject::serve(|_| true)
+            pagefold_inject::serve(|_| true, inject_as_asked)
         }
         "lease" => return lease::main(kind.as_ref()),
         "hostile" => return hostile::main(&kind),
