@@ -7,11 +7,9 @@
 
 use super::starter::Starter;
 use super::worker::Connection;
-use super::{Call, InjectError, InjectionReport, Limits};
-use pagefold_procmem::image::ProgramId;
+use super::{Batch, InjectError, InjectionReport};
 use pagefold_procmem::os::abandonable::{Job, LIMIT, elsewhere};
 use pagefold_procmem::os::locked;
-use pagefold_procmem::process::Process;
 use std::io;
 use std::path::Path;
 use std::process::Command;
@@ -132,7 +130,7 @@ impl Injector {
         self.lock().patience = Some(patience);
     }
 
-    /// Makes the injector run `calls` in `process`, but only while the process runs `program`.
+    /// Makes the injector run a batch, but only while the process runs the batch's program.
     ///
     /// # Errors
     /// [`InjectError::OtherProgram`] if the process runs another one.
@@ -140,14 +138,8 @@ impl Injector {
     /// [`InjectError::WorkerSilent`] if it doesn't reply in time. We don't kill it then, because it may hold a target
     /// that only it can restore. Until it replies, later requests fail at once if there's a patience
     /// ([`Self::set_patience`]), and wait otherwise.
-    pub fn run_in(
-        &mut self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-    ) -> Result<InjectionReport, InjectError> {
-        self.handle().run_in(process, program, calls, limits)
+    pub fn run(&mut self, batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
+        self.handle().run(batch)
     }
 
     /// If the injector has died, starts another one once the pause is over. Returns how often we've done that.
@@ -190,32 +182,20 @@ impl Injector {
 }
 
 impl InjectorHandle {
-    /// Like [`Injector::run_in`], while the [`Injector`] exists.
-    pub fn run_in(
-        &self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-    ) -> Result<InjectionReport, InjectError> {
+    /// Like [`Injector::run`], while the [`Injector`] exists.
+    pub fn run(&self, batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
         let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
         let is_last = self.queue.length.load(Ordering::Relaxed) > 0;
         let mut supervised = locked(&supervised);
         if is_last && supervised.patience.is_some() {
             return Err(InjectError::WorkerSilent);
         }
-        supervised.run(process, program, calls, limits)
+        supervised.run(batch)
     }
 
-    /// Like [`Self::run_in`], but waits for earlier requests to end, and if a patience is set, requests of
-    /// [`Self::run_in`] fail meanwhile. For a thread that its starter may abandon.
-    pub fn run_first(
-        &self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-    ) -> Result<InjectionReport, InjectError> {
+    /// Like [`Self::run`], but waits for earlier requests to end, and if a patience is set, requests of [`Self::run`]
+    /// fail meanwhile. For a thread that its starter may abandon.
+    pub fn run_first(&self, batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
         self.queue.length.fetch_add(1, Ordering::Relaxed);
         let result = elsewhere(|| {
             let _turn = locked(&self.queue.turn);
@@ -225,7 +205,7 @@ impl InjectorHandle {
                 let mut supervised = locked(&supervised);
                 supervised.tend()?;
                 if supervised.connection.is_free() || Instant::now() >= end {
-                    return supervised.run(process, program, calls, limits);
+                    return supervised.run(batch);
                 }
                 drop(supervised);
                 std::thread::sleep(TURN_TICK);
@@ -237,16 +217,10 @@ impl InjectorHandle {
 }
 
 impl Supervised {
-    fn run(
-        &mut self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-    ) -> Result<InjectionReport, InjectError> {
+    fn run(&mut self, batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
         self.tend()?;
-        let result = self.connection.run(process, program, calls, limits, self.patience);
-        debug!(target: "inject", pid = process.pid(), calls = calls.len(), ?result);
+        let result = self.connection.run(batch, self.patience);
+        debug!(target: "inject", pid = batch.process.pid(), calls = batch.calls.len(), ?result);
         result
     }
 
@@ -313,7 +287,9 @@ impl std::fmt::Debug for Supervised {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Call, Limits, ProgramId};
     use super::*;
+    use pagefold_procmem::process::Process;
 
     #[test]
     fn an_injector_that_keeps_dying_is_given_up_after_a_while() {
@@ -350,24 +326,27 @@ mod tests {
         let mut injector = Injector::spawn(Command::new("sh").args(["-c", SLOW])).unwrap();
         injector.set_patience(PATIENCE);
         let limits = Limits::default();
+        let batch = |calls| Batch { process: &own, program: &program, calls, limits: &limits };
         let begun = Instant::now();
         let mark = [Call::madvise(0, 0, libc::MADV_MERGEABLE)];
-        assert_eq!(injector.run_in(&own, &program, &mark, &limits), Err(InjectError::WorkerSilent));
+        assert_eq!(injector.run(batch(&mark)), Err(InjectError::WorkerSilent));
         let handle = injector.handle();
         let first = std::thread::spawn(move || {
             let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
-            handle.run_first(&own, &program, &[], &limits).map(|_| begun.elapsed())
+            handle
+                .run_first(Batch { process: &own, program: &program, calls: &[], limits: &limits })
+                .map(|_| begun.elapsed())
         });
         while !first.is_finished() {
             let asked = Instant::now();
-            let later = injector.run_in(&own, &program, &[], &limits);
+            let later = injector.run(batch(&[]));
             assert!(first.is_finished() || later == Err(InjectError::WorkerSilent), "{later:?}");
             assert!(asked.elapsed() < Duration::from_secs(1));
             std::thread::sleep(Duration::from_millis(5));
         }
         let over = first.join().unwrap().unwrap();
         assert!(over >= Duration::from_millis(600), "{over:?}");
-        assert!(injector.run_in(&own, &program, &[], &limits).is_ok());
+        assert!(injector.run(batch(&[])).is_ok());
     }
 
     #[test]
@@ -375,8 +354,9 @@ mod tests {
         let mut injector = Injector::spawn(&mut Command::new("true")).unwrap();
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         let program = ProgramId::of(&own).unwrap();
+        let batch = Batch { process: &own, program: &program, calls: &[], limits: &Limits::default() };
         for _ in 0..3 {
-            assert_eq!(injector.run_in(&own, &program, &[], &Limits::default()), Err(InjectError::WorkerGone));
+            assert_eq!(injector.run(batch), Err(InjectError::WorkerGone));
         }
         assert_eq!(injector.tend(), Ok(0));
     }

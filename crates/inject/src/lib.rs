@@ -126,6 +126,16 @@ pub struct Limits {
     pub calls_per_stop: usize,
 }
 
+/// Calls for a process to make.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    pub process: &'a Process,
+    /// The program that the process must be running.
+    pub program: &'a ProgramId,
+    pub calls: &'a [Call],
+    pub limits: &'a Limits,
+}
+
 impl Default for Limits {
     fn default() -> Self {
         // Unmerging copies about a gigabyte a second. Thirty marks in one stop took 37 us each.
@@ -311,18 +321,14 @@ pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<Inje
     run(process, None, None, calls, limits, false)
 }
 
-/// Like [`inject`], but only while the process runs `program`, and only as long as its user and cgroup haven't used up
-/// their share of our time ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier call is
-/// under way.
+/// Like [`inject`], but only while the process runs the batch's program, and only as long as its user and cgroup haven't
+/// used up their share of our time ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier
+/// call is under way.
 ///
 /// # Errors
 /// [`InjectError::OtherProgram`] if the process runs another program.
-pub fn inject_into(
-    process: &Process,
-    program: &ProgramId,
-    calls: &[Call],
-    limits: &Limits,
-) -> Result<InjectionReport, InjectError> {
+pub fn inject_into(batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
+    let Batch { process, program, calls, limits } = batch;
     let pid = process.pid();
     if ATTEMPTS.has_thread(process) {
         return Err(InjectError::TimedOut { pid, what: "finish the last call".into() });

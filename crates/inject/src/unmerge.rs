@@ -9,7 +9,7 @@
 //! the call unmerges those. In the second, the kernel doesn't tell merged from fork-shared pages, and our reads would
 //! copy both.
 
-use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
+use crate::{Batch, Call, InjectError, InjectionReport, InjectorHandle, Limits};
 use pagefold_engine::relief::UNMERGE_STEP;
 use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
 use pagefold_procmem::Roots;
@@ -137,7 +137,8 @@ pub fn unmark_in_steps(
         }
         check_room(process, roots, copies_by_call)?;
         fault::point("unmark");
-        let done = injector.run_first(process, program, std::slice::from_ref(call), &limits)?;
+        let done =
+            injector.run_first(Batch { process, program, calls: std::slice::from_ref(call), limits: &limits })?;
         fault::point("unmarked");
         advance();
         report.results.extend(done.results);

@@ -11,7 +11,7 @@
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
 
-use super::{Call, InjectError, InjectionReport, Limits, held};
+use super::{Batch, Call, InjectError, InjectionReport, Limits, held};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::peer::{Peer, is_trusted};
@@ -113,7 +113,8 @@ impl Connection {
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
         let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
         let program = ProgramId::of(&own).map_err(io::Error::other)?;
-        match connection.run(&own, &program, &[], &Limits::default(), None) {
+        let batch = Batch { process: &own, program: &program, calls: &[], limits: &Limits::default() };
+        match connection.run(batch, None) {
             Ok(_) => Ok(connection),
             Err(_) if connection.refusal.is_some() => {
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
@@ -166,14 +167,7 @@ impl Connection {
 
     /// Makes a request. With `patience` we wait no longer than that for the reply, and fail at once if an earlier
     /// request is unanswered.
-    pub(super) fn run(
-        &mut self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-        patience: Option<Duration>,
-    ) -> Result<InjectionReport, InjectError> {
+    pub(super) fn run(&mut self, batch: Batch<'_>, patience: Option<Duration>) -> Result<InjectionReport, InjectError> {
         if self.broken {
             return Err(InjectError::WorkerSilent);
         }
@@ -184,13 +178,13 @@ impl Connection {
         let request = Request {
             version: VERSION,
             id: self.last_id,
-            pid: process.pid(),
-            start_time_ticks: process.start_time_ticks(),
-            program: *program,
-            calls: calls.to_vec(),
-            limits: *limits,
+            pid: batch.process.pid(),
+            start_time_ticks: batch.process.start_time_ticks(),
+            program: *batch.program,
+            calls: batch.calls.to_vec(),
+            limits: *batch.limits,
         };
-        let limit = reply_limit(calls.len(), limits);
+        let limit = reply_limit(batch.calls.len(), batch.limits);
         let limit = patience.unwrap_or(limit).min(limit);
         let deadline = Instant::now() + limit;
         let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
@@ -292,7 +286,7 @@ fn malformed(error: &serde_json::Error) -> InjectError {
 }
 
 /// Makes the calls of a request: [`super::inject_into`], except in tests.
-pub type Inject = fn(&Process, &ProgramId, &[Call], &Limits) -> Result<InjectionReport, InjectError>;
+pub type Inject = fn(Batch<'_>) -> Result<InjectionReport, InjectError>;
 
 /// Runs the injector: replies to the requests on standard input until its end. Only makes calls that are `allowed`, and
 /// makes them by `inject`.
@@ -365,7 +359,8 @@ fn answer(line: &[u8], allowed: fn(&Call) -> bool, inject: Inject) -> (u64, Resu
     }
     let result = match Process::open(request.pid) {
         Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
-            inject(&process, &request.program, &request.calls, &request.limits)
+            let Request { program, calls, limits, .. } = &request;
+            inject(Batch { process: &process, program, calls, limits })
         }
         Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
         Err(error) => Err(InjectError::from_read(error)),

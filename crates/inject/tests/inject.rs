@@ -7,7 +7,7 @@ use pagefold_engine::random::mix;
 use pagefold_engine::units::Vpn;
 use pagefold_inject::unmerge::{Unmerged, unmerge};
 use pagefold_inject::{
-    Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
+    Batch, Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
@@ -485,7 +485,8 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             pause_ms(1);
             let calls = [Call::madvise(start, 4096, MARK)];
             let injected = if checks {
-                inject_into(&victim.process, &judged, &calls, &Limits::default())
+                let limits = &Limits::default();
+                inject_into(Batch { process: &victim.process, program: &judged, calls: &calls, limits })
             } else {
                 inject(&victim.process, &calls, &Limits::default())
             };
@@ -524,7 +525,8 @@ fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
             _ => holder.exec(&copy, 16),
         }
         let calls = [Call::madvise(holder.first * 4096, 16 * 4096, MARK)];
-        let result = injector.run_in(&process, &judged, &calls, &Limits::default());
+        let limits = &Limits::default();
+        let result = injector.run(Batch { process: &process, program: &judged, calls: &calls, limits });
         match change {
             "none" => assert_eq!(result.unwrap().results, [Ok(0)]),
             _ => assert_eq!(result, Err(InjectError::OtherProgram { pid: holder.pid() }), "{change}"),

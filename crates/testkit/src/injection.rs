@@ -2,7 +2,7 @@
 
 use crate::process::{status_field, tids, wait_until};
 use crate::{OwnedChild, Script, skip, victim_binary};
-use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits, ProgramId, inject, inject_into};
+use pagefold_inject::{Batch, Call, InjectError, InjectionReport, Injector, Limits, ProgramId, inject, inject_into};
 use pagefold_procmem::process::Process;
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -96,17 +96,12 @@ pub fn run_unchecked(
     calls: &[Call],
     limits: &Limits,
 ) -> Result<InjectionReport, InjectError> {
-    injector.run_in(process, &ANY_PROGRAM, calls, limits)
+    injector.run(Batch { process, program: &ANY_PROGRAM, calls, limits })
 }
 
 /// Makes the calls of a request, in the mode `worker` of the victim.
-pub fn inject_as_asked(
-    process: &Process,
-    program: &ProgramId,
-    calls: &[Call],
-    limits: &Limits,
-) -> Result<InjectionReport, InjectError> {
-    if *program == ANY_PROGRAM { inject(process, calls, limits) } else { inject_into(process, program, calls, limits) }
+pub fn inject_as_asked(batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
+    if *batch.program == ANY_PROGRAM { inject(batch.process, batch.calls, batch.limits) } else { inject_into(batch) }
 }
 
 pub struct Victim {

@@ -10,7 +10,7 @@ use crate::targets::Target;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
 use pagefold_inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
-use pagefold_inject::{Call, Errno, InjectError, InjectionReport, Injector, Limits};
+use pagefold_inject::{Batch, Call, Errno, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -146,7 +146,8 @@ impl CallBatch {
             fault::point("mark");
             let calls_per_stop = usize::try_from(changes.size.marks).unwrap_or(usize::MAX);
             let limits = Limits { calls_per_stop, call_ns: MARK_NS, ..Limits::default() };
-            let ran = injector.run_in(&target.info.process, &program, &self.calls, &limits);
+            let process = &target.info.process;
+            let ran = injector.run(Batch { process, program: &program, calls: &self.calls, limits: &limits });
             fault::point("marked");
             return Ok((ran?, Ok(())));
         }

@@ -11,7 +11,7 @@ use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
 use pagefold_inject::unmerge::{MarkState, UnmergeError, copy_inherited, step_bytes, unmark_in_steps};
-use pagefold_inject::{Call, InjectionReport, Injector, Limits};
+use pagefold_inject::{Batch, Call, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -241,7 +241,8 @@ fn withdraw_job(
     move || {
         let program = ProgramId::of(&process)?;
         // A marking call that we stopped waiting for may still be made. So we first make the injector wait for its end.
-        let made = injector.run_first(&process, &program, &[], &Limits::default());
+        let made =
+            injector.run_first(Batch { process: &process, program: &program, calls: &[], limits: &Limits::default() });
         let state = mark_state(&process, marks)?;
         let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();

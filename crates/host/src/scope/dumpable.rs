@@ -14,7 +14,7 @@
 //! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
 
 use super::{ProcessInfo, dumpable_beside};
-use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
+use pagefold_inject::{Batch, Call, Injector, InjectorHandle, Limits};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::process::{Process, ReadError};
@@ -103,7 +103,8 @@ impl Asker {
     /// Makes the process query its attribute. `None` if we couldn't ask.
     fn query(&self, process: &Process, program: &ProgramId) -> Option<Dumpable> {
         let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
-        let results = self.injector.run_in(process, program, &[call], &ASKING).ok()?.results;
+        let batch = Batch { process, program, calls: &[call], limits: &ASKING };
+        let results = self.injector.run(batch).ok()?.results;
         // The process may have just executed another program. Then this isn't the answer of its present program.
         let is_same = program_of(process) == Some(*program);
         match results[..] {
