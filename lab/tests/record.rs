@@ -171,7 +171,7 @@ fn processes_that_enter_the_scope_are_recorded() {
     // A unique name, so that tenants of other tests aren't in scope.
     let place = tempfile::tempdir().unwrap();
     let copy = place.path().join("tenant-that-joins");
-    fs::copy(program(), &copy).unwrap();
+    fs::copy(victim_binary("tenant"), &copy).unwrap();
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
     let mut recording = Recording::at(ScopeSpec(vec![Selector::Exe(copy.display().to_string())]), false);

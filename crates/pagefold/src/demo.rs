@@ -4,6 +4,7 @@
 mod picture;
 mod watch;
 mod words;
+pub mod worker;
 mod workers;
 
 use crate::commands::run::take;

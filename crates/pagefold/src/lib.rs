@@ -32,6 +32,7 @@ use commands::{
     scan, status, top, unmerge,
 };
 use control::protocol::Request;
+use demo::worker::WorkerMemory;
 use pagefold_inject::{Call, inject_into};
 use std::process::ExitCode;
 
@@ -137,11 +138,7 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Hold memory for the demonstration
     #[command(hide = true)]
-    Tenant {
-        /// The memory to hold
-        #[arg(long)]
-        spec: String,
-    },
+    DemoWorker(WorkerMemory),
     /// Print the names of running workloads of a kind, for completions
     #[command(hide = true)]
     Complete {
@@ -186,7 +183,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(args),
         Command::Config(command) => files::run(command),
         Command::Demo(args) => demo::run(args),
-        Command::Tenant { spec } => pagefold_workload::serve(spec),
+        Command::DemoWorker(memory) => demo::worker::serve(*memory),
         Command::Complete { kind } => complete::run(kind),
         Command::Injector { starter: true } => pagefold_inject::start_injectors(preflight::injector_command),
         Command::Injector { starter: false } => pagefold_inject::serve(Call::is_harmless, inject_into),

@@ -124,7 +124,7 @@ fn targets_that_must_not_be_touched_are_refused() {
     run_refuses(&ksm, undumpable.pid(), "not dumpable");
 
     // A program on the deny list.
-    let agent = ProgramCopy::of(program(), "ssh-agent");
+    let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     run_refuses(&ksm, agent.pid(), "deny list");
     assert_unmarked(&[idle.pid(), agent.pid()]);

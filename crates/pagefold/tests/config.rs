@@ -124,7 +124,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
 #[test]
 fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let agent = ProgramCopy::of(program(), "ssh-agent");
+    let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     let pid = agent.pid().to_string();
     let dry = |more: &[&str]| pagefold(&[&["run", "--dry-run", "--json", "--for", "1s", "--pid", &pid], more].concat());

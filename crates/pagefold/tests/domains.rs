@@ -53,7 +53,8 @@ fn is_marked(pids: &[i32]) -> bool {
 #[test]
 fn only_the_memory_of_one_domain_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let other = ProgramCopy::of(program(), "the-others");
+    let one = victim_binary("tenant");
+    let other = ProgramCopy::of(&one, "the-others");
     // All processes have the same 32 MiB, and the processes of each domain another 16 MiB in common.
     let held = |own: u64| {
         let pages = |mib: u64| mib * PAGES_PER_MIB;
@@ -62,8 +63,8 @@ fn only_the_memory_of_one_domain_is_merged() {
             Segment::Shared { pages: pages(16), seed: own },
         ])
     };
-    let start = |program, own| (0..2).map(|_| Tenant::start(program, &held(own)).unwrap()).collect::<Vec<_>>();
-    let (mut ones, mut others) = (start(program(), 51), start(&other, 52));
+    let start = |program: &Path, own| (0..2).map(|_| Tenant::start(program, &held(own)).unwrap()).collect::<Vec<_>>();
+    let (mut ones, mut others) = (start(&one, 51), start(&other, 52));
     let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
     let config = ConfigFile::new(rule);
     let options = options(&config);

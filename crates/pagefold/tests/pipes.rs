@@ -74,7 +74,7 @@ struct Programs {
 
 impl Programs {
     fn start(seed: u64) -> Self {
-        let agent = ProgramCopy::of(program(), "ssh-agent");
+        let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
         let left_alone = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
         Self { pair: pair(COMMON_MIB, 0, seed), left_alone, config: ConfigFile::new("") }
     }

@@ -424,8 +424,9 @@ fn a_program_started_by_exec_is_merged_without_a_stop() {
     // A script that starts the program through exec, with the arguments of a tenant.
     let dir = tempfile::tempdir().unwrap();
     let starter = dir.path().join("starter");
-    let path = program().display();
-    std::fs::write(&starter, format!("#!/bin/sh\nexec '{path}' exec -- '{path}' \"$@\"\n")).unwrap();
+    let tenant = victim_binary("tenant");
+    let script = format!("#!/bin/sh\nexec '{}' exec -- '{}' \"$@\"\n", program().display(), tenant.display());
+    std::fs::write(&starter, script).unwrap();
     std::fs::set_permissions(&starter, PermissionsExt::from_mode(0o755)).unwrap();
     let spec = spec(32, 8, 11);
     let is_busy = |error: &std::io::Error| error.kind() == std::io::ErrorKind::ExecutableFileBusy;

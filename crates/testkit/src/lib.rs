@@ -23,6 +23,7 @@
 //! | --- | --- |
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
+//! | `tenant` | holds the memory that a [`pagefold_workload::TenantSpec`] describes |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
 //! | `guest_init` | the `/init` of emulated machines: runs a command |
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]

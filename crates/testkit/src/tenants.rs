@@ -1,6 +1,6 @@
 //! Tenants of the sizes that tests need.
 
-use crate::{PAGES_PER_MIB, program};
+use crate::{PAGES_PER_MIB, victim_binary};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 
 /// A tenant with memory that all tenants with the same `seed` have in common, and memory of its own.
@@ -11,7 +11,7 @@ pub fn spec(common_mib: u64, unique_mib: u64, seed: u64) -> TenantSpec {
 }
 
 pub fn tenant(spec: &TenantSpec) -> Tenant {
-    Tenant::start(program(), spec).unwrap()
+    Tenant::start(&victim_binary("tenant"), spec).unwrap()
 }
 
 /// Two tenants of the same [`spec`].

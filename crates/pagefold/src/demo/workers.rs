@@ -1,15 +1,14 @@
 //! The programs of the demonstration: a pool of workers. Each holds data that all others also hold, data of its own,
 //! and zero pages.
 
-use anyhow::{Context, Result, anyhow};
+use super::worker::{Worker, WorkerMemory};
+use anyhow::{Context, Result};
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_procmem::Roots;
 use pagefold_procmem::headroom::headroom;
 use pagefold_procmem::os::fields::kib;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_text::exit::{self, Exit};
-use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
-use std::path::Path;
 
 /// Data that every worker holds, MiB.
 const COMMON_MIB: u64 = 76;
@@ -54,19 +53,19 @@ impl Size {
     }
 
     pub fn bytes(self) -> u64 {
-        self.specs().iter().map(|spec| spec.pages().bytes().0).sum()
+        self.memories().iter().map(|memory| memory.pages().bytes().0).sum()
     }
 
-    fn specs(self) -> Vec<TenantSpec> {
-        let mut specs = Vec::new();
+    fn memories(self) -> Vec<WorkerMemory> {
+        let mut memories = Vec::new();
         for (own, zero) in &OWN_AND_ZERO_MIB[..self.workers] {
-            specs.push(TenantSpec::new([
-                Segment::Shared { pages: self.pages(COMMON_MIB), seed: 1 },
-                Segment::Zero { pages: self.pages(*zero) },
-                Segment::Random { pages: self.pages(*own), seed: specs.len() as u64 + 1 },
-            ]));
+            memories.push(WorkerMemory {
+                common: self.pages(COMMON_MIB),
+                zero: self.pages(*zero),
+                own: self.pages(*own),
+            });
         }
-        specs
+        memories
     }
 
     fn pages(self, mib: u64) -> u64 {
@@ -77,25 +76,28 @@ impl Size {
 /// The running workers. Dropping this ends them.
 #[derive(Debug)]
 pub struct Workers {
-    tenants: Vec<Tenant>,
+    workers: Vec<Worker>,
     pages: Pages,
 }
 
 impl Workers {
     /// Starts the workers in parallel, and waits until they've written their data.
     pub fn start(size: Size) -> Result<Self> {
-        let specs = size.specs();
-        let program = Path::new("/proc/self/exe");
-        let tenants = in_parallel(&specs, |spec| Tenant::start(program, spec))?;
-        Ok(Self { tenants, pages: specs.iter().map(TenantSpec::pages).sum() })
+        let memories = size.memories();
+        let pages = memories.iter().map(|memory| memory.pages()).sum();
+        let workers = memories.into_iter().map(Worker::start).collect::<Result<Vec<_>>>()?;
+        for worker in &workers {
+            worker.answer()?;
+        }
+        Ok(Self { workers, pages })
     }
 
     pub fn count(&self) -> usize {
-        self.tenants.len()
+        self.workers.len()
     }
 
     pub fn pids(&self) -> Vec<i32> {
-        self.tenants.iter().map(Tenant::pid).collect()
+        self.workers.iter().map(Worker::pid).collect()
     }
 
     /// Makes each worker compare every byte with the one it wrote. Returns the number of bytes compared.
@@ -103,26 +105,18 @@ impl Workers {
     /// # Errors
     /// A byte differs, or a worker has died.
     pub fn verify(&mut self) -> Result<u64> {
-        let verdicts = in_parallel(&mut self.tenants, Tenant::verify)?;
-        for (number, verdict) in (1..).zip(verdicts) {
-            if let Verdict::Damaged(pages) = verdict {
-                let line = format!("worker {number}: {} pages are damaged; please report this bug", pages.0);
+        for worker in &mut self.workers {
+            worker.compare()?;
+        }
+        for (number, worker) in (1..).zip(&self.workers) {
+            let damaged = worker.answer()?;
+            if damaged != "0" {
+                let line = format!("worker {number}: {damaged} pages are damaged; please report this bug");
                 return Err(Exit::new(exit::FAILURE, line).into());
             }
         }
         Ok(self.pages.bytes().0)
     }
-}
-
-/// Calls a function for each item, each time in its own thread.
-fn in_parallel<I: Send, T: Send>(
-    items: impl IntoIterator<Item = I>,
-    call: impl Fn(I) -> Result<T> + Copy + Send,
-) -> Result<Vec<T>> {
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(move || call(item))).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a thread panicked"))?).collect()
-    })
 }
 
 /// Anonymous memory of a process (Pss), where shared pages, including merged ones, are divided among their sharers. The

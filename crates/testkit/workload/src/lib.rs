@@ -1,4 +1,4 @@
-//! Programs with known memory, which pagefold's demonstration, experiments and tests merge.
+//! Programs with known memory, which pagefold's experiments and tests merge.
 //!
 //! A *tenant* is a process that holds exactly the memory that its [`TenantSpec`] describes, and can check every byte of
 //! it. [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a
