@@ -160,7 +160,7 @@ impl Config {
         self.cow_threshold < Permyriad(10_000)
     }
 
-    /// The age at which we may promote a region that appears during the run, nanoseconds.
+    /// How old a region that appears during the run must be before we may read it whole and mark it, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
     }

@@ -508,7 +508,8 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
 const SIGRETURN_LENGTH: u64 = 10;
 const SYSCALL_LENGTH: u64 = 3;
 
-/// Address and length of the code that a thread runs with borrowed registers, and of its return frame.
+/// Where a thread may be while we've borrowed its registers to run code of our choice: address and length of the two
+/// pieces of that code, and of the frame from which the kernel restores its own registers.
 struct Borrowed {
     code: [(u64, u64); 2],
     frame: (u64, u64),

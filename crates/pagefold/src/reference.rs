@@ -201,7 +201,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("schema, pid, name, exe, guest", "The process, or the guest of Xen"),
             ("in_scope, scope, paused, dry_run, levels", "Whether the process is in the run's scope; the run's state"),
             ("left_alone, notes[]", "Why the whole process is left alone; remarks about the rules that apply to it"),
-            ("resident_bytes, unseen_bytes", "The process's anonymous memory that isn't left alone; the part that isn't judged yet"),
+            ("resident_bytes, unseen_bytes", "The process's anonymous memory that pagefold may merge; how much of it pagefold hasn't read or sampled enough to decide on"),
             ("regions[].range, regions[].bytes, regions[].resident_bytes", "A region, the largest first. Mappings above 1 GiB are judged in blocks"),
             ("regions[].mapping, regions[].file", "The mapping's kind: heap, stack, anonymous, guest memory or file copy; its name"),
             ("regions[].kind, regions[].level, regions[].age_seconds", "The region's kind; its level, from 1; for how long it has been known"),

@@ -16,7 +16,7 @@ pub(crate) const LIVES: usize = 8;
 /// The lives of one family, nanoseconds.
 #[derive(Clone, Debug, Default)]
 struct Record {
-    /// How long the last regions lived that ended, in any order.
+    /// The lifetimes of the regions that ended most recently: a ring buffer.
     ended: Vec<u64>,
     /// The index in `ended` that the next life overwrites.
     next: usize,

@@ -105,7 +105,8 @@ impl Marker {
         Some(until_ns)
     }
 
-    /// Adopts marks that ksmd visited for an earlier run. Pages written before now are no reason for a scan.
+    /// Takes over the marks of an earlier run of pagefold, which has had ksmd visit them. `broken` is how many merged
+    /// pages have been written so far: only later writes are a reason for another scan.
     pub fn adopt(&mut self, now_ns: u64, broken: u64) {
         self.visited_ns = now_ns;
         self.visited_broken = broken;

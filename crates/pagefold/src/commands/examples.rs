@@ -32,7 +32,7 @@ Examples:
   pagefold status
       What is saved, and what it costs
   pagefold status --json
-      The same for programs: see pagefold-json(5)
+      The same as JSON, for scripts: see pagefold-json(5)
   pagefold status --watch
       The same every 5 s, until interrupted";
 
