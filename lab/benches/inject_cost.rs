@@ -23,10 +23,10 @@ fn main() {
             .collect();
         for _ in 0..INJECTIONS {
             for (injector, stops, aways) in &mut injectors {
+                let marks = victim.calls(MARK, calls);
                 let mut report = None;
                 wait_until("an injection succeeds", || {
-                    report =
-                        run_unchecked(injector, &victim.process, &victim.calls(MARK, calls), &Limits::default()).ok();
+                    report = run_unchecked(injector, &victim.process, &marks, &Limits::default()).ok();
                     report.is_some()
                 });
                 let report = report.unwrap();

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, Machine, config, host};
+use common::{MIB, Machine, SECOND, config, host};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
@@ -135,6 +135,36 @@ fn a_server_that_was_restarted_is_not_taken_for_pinned() {
 }
 
 /// Its only copy lies in a large mapping, too few pages to mark that.
+/// ksmd has visited the server's pages in vain, and skips them for some scans (`smart_scan`). The zeros that merge beside
+/// them say nothing about them.
+#[test]
+fn a_server_with_zeros_is_merged_with_its_restarted_copy() {
+    let mut sim = Machine::new(host());
+    let add = |sim: &mut Machine| {
+        let zeros = Mapping::new(Pages(16 * MIB), Fill::Zeros);
+        let start = Process::starting_at(sim.now_ns());
+        sim.add(start.mapping(Mapping::new(Pages(16 * MIB), Fill::Series(1))).mapping(zeros))
+    };
+    add(&mut sim);
+    let copy = add(&mut sim);
+    while sim.log.marks == 0 {
+        sim.run_until(sim.now_ns() + SECOND / 100, |_| {});
+    }
+    sim.exit(copy);
+    sim.run(10);
+    // Other programs have ksmd scan again.
+    for series in 2..5 {
+        for _ in 0..2 {
+            sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(16 * MIB), Fill::Series(series))));
+        }
+        sim.run(10);
+    }
+    add(&mut sim);
+    sim.run(300);
+    let frames = sim.truth().frames;
+    assert!(frames <= 4 * 16 * MIB + MIB, "{frames} frames");
+}
+
 #[test]
 fn memory_whose_copy_is_not_worth_marking_is_not_taken_for_pinned() {
     let mut sim = Machine::new(host());
