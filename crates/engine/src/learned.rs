@@ -87,9 +87,9 @@ impl Learned {
     }
 }
 
-/// The verdict on a region, if we have one that lasts. There's none while we leave a part of the region alone because
-/// merges don't pay there. While ksmd is `busy`, we don't count any pages as visited, because marked pages may not be
-/// merged yet.
+/// What we save about a region for the next run: `None` if our verdict may change soon, or while we leave a part of the
+/// region alone because merges there didn't pay. While ksmd is `busy`, we save no page as visited by ksmd, because
+/// pages that we've marked may not be merged yet.
 pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,

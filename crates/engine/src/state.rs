@@ -265,7 +265,7 @@ pub struct KindTotal {
 pub struct LevelTotal {
     /// The level's number, from 1.
     pub level: usize,
-    /// The share of a core that the level may use.
+    /// The share of a core that sampling this level's regions may take.
     #[serde(with = "as_fraction")]
     pub share: Permyriad,
     pub regions: usize,
@@ -310,7 +310,7 @@ pub struct MemoryTotal {
     /// How much memory there would be if nothing were merged. Only filled in for processes, and for all memory.
     pub unmerged_bytes: u64,
     pub marked_bytes: u64,
-    /// How much of the memory we expect to be merged, including the copies that we keep.
+    /// How much of the memory we expect to be merged. Of equal pages that merge into one, all count.
     pub expected_bytes: u64,
 }
 

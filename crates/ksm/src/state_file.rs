@@ -154,7 +154,7 @@ impl State {
         if known && (is_signature(knob, to) || values.contains(&to)) {
             return false;
         }
-        // We keep the present value, because we may crash before the write.
+        // The present value stays in the list, because we may crash before we write the new one to the knob.
         values.retain(|&value| known && value == from);
         values.push(to);
         true

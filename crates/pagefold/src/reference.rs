@@ -128,7 +128,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("seconds, processes, pages_read, scans", "Duration; processes in scope; pages read; scans that ksmd made for the run"),
             ("saved_bytes", "How many fewer frames the processes in scope need because of merging; null if they could not be counted"),
             ("marked_bytes, marked_spans, unmarked_bytes", "Address space marked (in a dry run: that would be marked); the number of spans; address space unmarked again"),
-            ("expected_bytes", "In a dry run, the duplicates in memory that would be marked; with merging on request, all duplicates and zeros"),
+            ("expected_bytes", "In a dry run: the duplicates in memory that pagefold would mark; if it would request each merge (/dev/ksm): all duplicates and zeros"),
             ("merged_pages, metadata_bytes", "Merged pages: pages saved and the copies that they share; KSM's metadata, 64 bytes per marked page"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages, requests.differing_pages, requests.failed_pages", "As in pagefold.status/1"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "CPU time of pagefold and its injector; of the injector alone; of ksmd"),

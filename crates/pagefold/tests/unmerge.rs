@@ -77,7 +77,10 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
 
     // The second time there's nothing to do.
     let text = succeed(&["unmerge", "--pid", &pids[0].to_string()]);
-    assert_has(&text, &["Unmerged 0 B in 1 process.", &format!("Not merged again until pagefold include {selector}.")]);
+    assert_has(
+        &text,
+        &["Unmerged 0 B in 1 process.", &format!("Not merged again, until you run: pagefold include {selector}")],
+    );
 
     let included = json_of(&["include", "--pid", &pids[0].to_string()]);
     assert_eq!(included["schema"], "pagefold.include/1");

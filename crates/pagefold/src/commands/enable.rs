@@ -165,7 +165,7 @@ pub fn disable(args: &EnableArgs) -> Result<u8> {
         // An interrupted `disable` may have written the file without making the daemon read it.
         let _ = ask::<Reloaded>(&Request::Reload);
         let line = format!(
-            "{absent} is not enabled in {}; pagefold config show lists what is in scope, and which file says so",
+            "{absent} is not enabled in {}; to see what is in scope, and by which file: pagefold config show",
             shown(&file.path)
         );
         return Err(Exit::new(exit::NO_SCOPE, line).into());

@@ -57,7 +57,7 @@ const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct TopArgs {
-    /// Begin with the savings of the last hours or days (2h, 30d), even if no pagefold is running
+    /// Show first what was saved in the last hours or days (2h, 30d), even if no pagefold is running now
     #[arg(long, value_name = "DURATION", value_parser = seconds)]
     pub since: Option<Duration>,
     /// Read the history from this file, which the daemon writes

@@ -57,7 +57,7 @@ pub struct Summary {
     longest_stop_us: f64,
     pub processes: Vec<Process>,
     pub still_saved_bytes: u64,
-    /// The processes that runs leave alone from now on, as command line flags.
+    /// The selectors (`--pid 12`) of the processes that pagefold leaves alone from now on.
     kept_out: Option<String>,
     /// Why we couldn't save the list of these processes. If we couldn't, only the running daemon leaves them alone.
     pub not_kept: Option<String>,
@@ -298,10 +298,10 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
             text.line(format!("Not done yet in {failed}: pagefold keeps trying (see pagefold status)."));
         }
         match &summary.not_kept {
-            None => text.line(format!("Not merged again until pagefold include {kept_out}.")),
+            None => text.line(format!("Not merged again, until you run: pagefold include {kept_out}")),
             Some(why) => {
                 text.line(format!(
-                    "Not merged again until pagefold include {kept_out}, or until the daemon restarts: {why}."
+                    "Not merged again until the daemon restarts ({why}), or until you run: pagefold include {kept_out}"
                 ));
             }
         }

@@ -33,7 +33,7 @@ pub struct Keeper {
     /// Workloads still to read in this pass. The last one is next.
     left: Vec<Workload>,
     pass: BTreeSet<Id>,
-    /// The workloads that we've started over in this pass.
+    /// The workloads that we've begun to read a second time in this pass.
     again: BTreeSet<Id>,
     reading: Option<Reading>,
 }

@@ -81,7 +81,7 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
         Fact::Malformed(what) => note(
             format!("merging on request: {what}"),
             without,
-            "use the kernel or module of the same version as pagefold",
+            "install the kernel patches or the module that came with this version of pagefold",
         ),
     }
 }
@@ -212,7 +212,7 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
             warning(
                 format!("pagefold has set {knobs}, but its state file is not here: it had a /run of its own"),
                 "the original values are not known, and ksmd may be scanning without need",
-                "if no pagefold runs in any container: pagefold doctor --fix, which sets the kernel's defaults",
+                "if no container runs pagefold, set the kernel's defaults: pagefold doctor --fix",
             )
         }
         Fact::Is(found) if found.holder_alive => ok("the running pagefold has saved KSM's knobs"),

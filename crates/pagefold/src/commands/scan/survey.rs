@@ -40,8 +40,8 @@ pub struct Survey {
     pub kinds: Vec<RegionKind>,
     /// Why each cell's memory is out of KSM's reach, if it is.
     pub causes: Vec<Option<Cause>>,
-    /// Frames shared through fork, in ascending order. A frame is listed once for each page table entry that maps it,
-    /// with the cell of that page.
+    /// Frames shared through fork, in ascending order: one entry for each page table entry that maps the frame, with
+    /// the index of that page's cell in `cells`.
     shared: Vec<(u64, u32)>,
     /// If we look for causes: the pages of all frames that several page table entries share, by ascending frame.
     pub joint: Vec<Joint>,
