@@ -249,7 +249,7 @@ impl SavingCounter {
             let Some(region) = last else { continue };
             families.entry((region.view.lineage, sample.page, copy_of(sample))).or_default().add(region, sample.page);
         }
-        note_sharers(table, counted, self.was_busy, &mut families);
+        note_sharers(table, counted, &mut families);
         let weight = self.one_in as f64;
         let mut saved = 0.0;
         let mut returns = 0.0;
@@ -355,22 +355,13 @@ fn copy_of(sample: &MergedSample) -> u64 {
     if sample.mappers < MANY_MAPPERS { sample.frame } else { u64::MAX }
 }
 
-/// Notes which frames some relatives still share through fork. Once ksmd rests, a page of marked memory that isn't merged
-/// has another content than the relatives' merged ones, so that it isn't their former frame.
-fn note_sharers(
-    table: &RegionTable,
-    counted: &Counted,
-    is_merging: bool,
-    families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>,
-) {
+/// Notes which frames some relatives still share through fork.
+fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>) {
     let mut shared: FxHashSet<(LineageKey, Vpn)> = FxHashSet::default();
     let mut last = None;
     for sample in counted.others.iter().filter(|sample| sample.state == PageState::Shared) {
         last = table.near(last, sample.region, sample.page);
-        let Some(region) = last else { continue };
-        if is_merging || !region.is_marked(sample.page) {
-            shared.insert((region.view.lineage, sample.page));
-        }
+        shared.extend(last.map(|region| (region.view.lineage, sample.page)));
     }
     for (&(lineage, page, _), family) in families {
         family.is_frame_kept |= shared.contains(&(lineage, page));
@@ -444,12 +435,8 @@ mod tests {
     }
 
     fn count_at(table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
-        count_while(false, table, merged, zeros)
-    }
-
-    fn count_while(is_merging: bool, table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
         let mut counter = SavingCounter::default();
-        counter.plan(table, 1, is_merging, false);
+        counter.plan(table, 1, false, false);
         counter.record(table, merged, Some(zeros), Pages(0), 1);
         counter.latest().unwrap().clone()
     }
@@ -496,7 +483,7 @@ mod tests {
         let merged: Vec<_> =
             (1..=6).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 6))).collect();
         assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(400));
-        // ksmd hasn't visited one of the two yet, so it keeps their frame.
+        // ksmd hasn't visited one of the two, so it keeps their frame.
         let left = StateSample { region: RegionKey(1), page: Vpn(1_000), state: PageState::Shared };
         let kept = Counted { others: vec![left], ..Counted::default() };
         let mut rest = merged.clone();
@@ -504,8 +491,7 @@ mod tests {
         for page in rest.iter_mut().filter(|page| page.page == Vpn(1_000)) {
             page.mappers = 5;
         }
-        assert_eq!(count_while(true, &table, &rest, &kept).saved, Pages(399));
-        assert_eq!(count_at(&table, &rest, &kept).saved, Pages(400), "it has another content");
+        assert_eq!(count_at(&table, &rest, &kept).saved, Pages(399));
         // Region 1 isn't marked, and either shares the frame still or has its own.
         for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
             region.view.marked = Pages(0);

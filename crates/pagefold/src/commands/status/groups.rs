@@ -115,8 +115,25 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::Bits32 => "32-bit",
         Exclusion::TooManyMappings { .. } | Exclusion::TooManyInAll => "too-many-mappings",
         Exclusion::Restless => "restless",
-        // The others concern a mapping, not a process; or they're only reasons for scans (`SameMemory`).
-        _ => OTHER,
+        // Only scans leave processes out for this reason.
+        Exclusion::SameMemory { .. }
+        // These concern a mapping, not a process.
+        | Exclusion::Shared
+        | Exclusion::PfnMap
+        | Exclusion::Io
+        | Exclusion::DontExpand
+        | Exclusion::HugeTlb
+        | Exclusion::MixedMap
+        | Exclusion::Droppable
+        | Exclusion::Dax
+        | Exclusion::ShadowStack
+        | Exclusion::Special
+        | Exclusion::DontDump
+        | Exclusion::WipeOnFork
+        | Exclusion::Locked
+        | Exclusion::Pinned
+        | Exclusion::UserFault
+        | Exclusion::NothingAnonymous => OTHER,
     }
 }
 
