@@ -185,11 +185,10 @@ impl SavingCounter {
         self.tried_ns = Some(now_ns);
         self.has_settled = false;
         self.has_changed = false;
-        let places = places(table);
         let mut present = 0;
         let mut addresses = 0;
-        for (region, runs) in &places {
-            let pages: u64 = runs.iter().map(|(_, pages)| pages.0).sum();
+        for region in table.iter() {
+            let pages: u64 = region.mergeable_runs().iter().map(|(_, pages)| pages.0).sum();
             present += pages.min(region.resident().0);
             addresses += pages;
         }
@@ -197,8 +196,8 @@ impl SavingCounter {
         self.counts += 1;
         let mut runs = Vec::new();
         let mut asked = 0;
-        for (region, ranges) in places {
-            for (first, pages) in ranges {
+        for region in table.iter() {
+            for (first, pages) in region.mergeable_runs() {
                 let end = first + pages.0;
                 let mut at = first;
                 while let Some((start, length)) = self.next_run(at, end) {
@@ -290,26 +289,6 @@ impl SavingCounter {
     }
 }
 
-/// Where to look up pages: wherever they may be merged, and in all relatives of such regions, which may share unmerged
-/// pages through fork.
-fn places(table: &RegionTable) -> Vec<(&Region, Vec<(Vpn, Pages)>)> {
-    let mut places = Vec::new();
-    let mut lineages = FxHashSet::default();
-    for region in table.iter() {
-        let runs = region.mergeable_runs();
-        if !runs.is_empty() && region.relatives.is_some() {
-            lineages.insert(region.view.lineage);
-        }
-        places.push((region, runs));
-    }
-    for (region, runs) in &mut places {
-        if region.relatives.is_some() && lineages.contains(&region.view.lineage) {
-            *runs = vec![(region.view.first, region.view.pages)];
-        }
-    }
-    places
-}
-
 /// The relatives that map a merged frame at the same address.
 #[derive(Clone, Copy, Debug)]
 struct Relatives {
@@ -355,7 +334,8 @@ fn copy_of(sample: &MergedSample) -> u64 {
     if sample.mappers < MANY_MAPPERS { sample.frame } else { u64::MAX }
 }
 
-/// Notes which frames some relatives still share through fork.
+/// Notes which frames some relatives still share through fork: a relative's page is `Shared`, or the relative isn't
+/// marked there, has no frame of its own, and samples don't show that it holds other contents.
 fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>) {
     let mut shared: FxHashSet<(LineageKey, Vpn)> = FxHashSet::default();
     let mut last = None;
@@ -363,8 +343,18 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
         last = table.near(last, sample.region, sample.page);
         shared.extend(last.map(|region| (region.view.lineage, sample.page)));
     }
+    let mut unmarked: FxHashMap<LineageKey, Vec<&Region>> = FxHashMap::default();
+    for region in table.iter().filter(|region| region.relatives.is_some()) {
+        if !region.is_marked_whole() && !region.is_named() && !region.survey.is_mostly_unique() {
+            unmarked.entry(region.view.lineage).or_default().push(region);
+        }
+    }
     for (&(lineage, page, _), family) in families {
         family.is_frame_kept |= shared.contains(&(lineage, page));
+        for region in unmarked.get(&lineage).into_iter().flatten() {
+            let is_there = region.has(page) && !region.is_marked(page);
+            family.is_frame_kept |= is_there && !region.usage.own.contains(page);
+        }
     }
 }
 
@@ -492,7 +482,7 @@ mod tests {
             page.mappers = 5;
         }
         assert_eq!(count_at(&table, &rest, &kept).saved, Pages(399));
-        // Region 1 isn't marked, and either shares the frame still or has its own.
+        // Region 1 isn't marked. Once its samples show other contents, it doesn't keep the frame.
         for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
             region.view.marked = Pages(0);
         }
@@ -500,9 +490,10 @@ mod tests {
         for page in &mut rest {
             page.mappers = 5;
         }
-        let shared = (1_000..1_100).map(|page| StateSample { page: Vpn(page), ..left });
-        let kept = Counted { others: shared.collect(), ..Counted::default() };
-        assert_eq!(count_at(&table, &rest, &kept).saved, Pages(300));
+        assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(300));
+        for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
+            region.survey.tally.sampled = 100;
+        }
         assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(400));
     }
 

@@ -17,6 +17,8 @@ const PROBES_MAX: usize = 1024;
 /// We only judge a region by how many of its pages change once we've visited remembered pages this often.
 const PROBES_MIN: u64 = 16;
 
+/// We only call a region unique after this many samples.
+const UNIQUE_MIN: u64 = 16;
 /// We count new duplicates over this many samples, and use the count once there are `RENEWAL_MIN`.
 const RENEWAL_MOST: u64 = 512;
 const RENEWAL_MIN: u64 = 16;
@@ -229,6 +231,12 @@ impl Survey {
     /// Whether most of the sampled pages are shared through fork and weren't read.
     pub fn is_mostly_forked(&self) -> bool {
         self.forked > self.tally.sampled
+    }
+
+    /// Whether we've read samples, and most of them had no copy.
+    pub fn is_mostly_unique(&self) -> bool {
+        let Tally { sampled, zero, found, .. } = self.tally;
+        sampled >= UNIQUE_MIN && 2 * (zero + found) < sampled && !self.is_mostly_forked()
     }
 
     /// Halves what we know, so that new samples weigh more than old ones.
