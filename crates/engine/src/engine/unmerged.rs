@@ -16,10 +16,9 @@
 
 use super::Engine;
 use crate::hash::Digest;
-use crate::host::{Counted, MergedSample, PageSample};
+use crate::host::{Counted, MergedSample, PageSample, PageState};
 use crate::keys::{OwnerKey, RegionKey};
 use crate::region::{LeaveAlone, Region};
-use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
@@ -79,8 +78,11 @@ impl Engine {
                 *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
             }
         }
-        for region in split_zeros(&self.table, counted) {
-            *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
+        for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
+            last = self.table.near(last, sample.region, sample.page);
+            if let Some(region) = last {
+                *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
+            }
         }
         let mut unmerged: Vec<OwnerKey> = Vec::new();
         for region in self.table.iter_mut() {
