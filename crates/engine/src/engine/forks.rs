@@ -206,7 +206,7 @@ impl Engine {
         forked
     }
 
-    /// With ksmd, reads the relatives of regions that have duplicates among the pages that they share through fork. On
+    /// With ksmd, reads the relatives of regions that have duplicates, if they share pages through fork. On
     /// request, marks relatives of marked regions, because a relative may have been forked just before we marked its
     /// parent.
     pub(super) fn follow_relatives(&mut self) {
@@ -230,8 +230,10 @@ impl Engine {
         let pace = self.pace();
         for region in self.table.iter_mut() {
             // If the fork came after we had read the first relative, only the others' samples show what they share.
+            let has_outsiders = self.families.get(region).is_some_and(|family| family.has_outsiders);
+            let shares = region.life.is_surveyed() && region.survey.is_mostly_forked() && !has_outsiders;
             let is_found = with_shared_duplicates.contains(&region.relatives)
-                || with_duplicates.contains(&region.relatives) && region.survey.is_mostly_forked();
+                || shares && with_duplicates.contains(&region.relatives);
             let follows = is_found && region.fork == Fork::Relative;
             if follows && may_be_promoted(region, now_ns, pace, &self.config) {
                 region.fork = Fork::Follows;

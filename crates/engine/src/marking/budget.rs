@@ -27,6 +27,11 @@ struct Relative {
     granted: Pages,
 }
 
+/// Whether everything that's worth marking in a region is marked.
+fn is_done(region: &Region) -> bool {
+    region.life.is_judged() && !region.life.is_worth_marking()
+}
+
 /// Regions that are merged together or not at all.
 #[derive(Debug, Default)]
 struct Family {
@@ -47,8 +52,14 @@ impl Budget {
         let mut budget = Self { headroom, families: FxHashMap::default() };
         for region in table.iter() {
             let Some(number) = region.relatives else { continue };
-            if region.fork == Fork::First && region.forked_share() >= config.threshold().fraction() {
-                budget.families.entry(number).or_default().mark(&region.marks.spans);
+            let is_shared = region.fork == Fork::First && region.forked_share() >= config.threshold().fraction();
+            if is_shared || region.fork == Fork::Follows && !is_done(region) {
+                budget.families.entry(number).or_default();
+            }
+        }
+        for region in table.iter().filter(|region| region.fork == Fork::First) {
+            if let Some(family) = region.relatives.and_then(|number| budget.families.get_mut(&number)) {
+                family.mark(&region.marks.spans);
             }
         }
         for region in table.iter() {
@@ -57,8 +68,7 @@ impl Budget {
             }
             let Some(number) = region.relatives else { continue };
             let Some(family) = budget.families.get_mut(&number) else { continue };
-            let is_done = region.fork == Fork::Follows && region.life.is_judged() && !region.life.is_worth_marking();
-            if is_done && region.hold.full.is_none() {
+            if region.fork == Fork::Follows && is_done(region) && region.hold.full.is_none() {
                 continue;
             }
             family.relatives.push(Relative {
