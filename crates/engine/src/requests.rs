@@ -56,7 +56,8 @@ pub struct Pair {
     needs_merged: bool,
     /// Whether we haven't read the page itself, but a relative's page at the same address.
     is_relative: bool,
-    /// Whether we've read neither page, but expect them to be equal because they're at equal offsets of two clones.
+    /// Whether we haven't read the page to take, but expect both to be equal, because they're at equal offsets of two
+    /// clones.
     by_position: bool,
     /// See [`MergeRange::keep_mappers`].
     pub keep_mappers: u32,
@@ -85,8 +86,7 @@ impl Pair {
         self.needs_merged = false;
     }
 
-    /// Whether one range may hold both pairs: they're of the same regions, and we've read the pages of both pairs or of
-    /// neither.
+    /// Whether one range may hold both pairs: they're of the same regions, and both are by position or neither is.
     fn is_alike(&self, other: &Self) -> bool {
         let slot = |page: IndexedPage| page.location.slot;
         let are_same = slot(self.take) == slot(other.take) && self.keep.map(slot) == other.keep.map(slot);

@@ -321,7 +321,7 @@ pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<Inje
     run(process, None, None, calls, limits, false)
 }
 
-/// Like [`inject`], but only while the process runs the batch's program, and only as long as its user and cgroup haven't
+/// Like [`inject`], but only while the process runs the batch's program, and as long as its user and cgroup haven't
 /// used up their share of our time ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier
 /// call is under way.
 ///

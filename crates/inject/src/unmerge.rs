@@ -114,8 +114,9 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes `calls`, which unmark memory, one by one. Before each, copies the pages that the call would copy. Fails when
-/// memory limits leave no room for the next step. `report` shows how far we got, also after an error.
+/// Makes `calls`, which unmark memory, one by one. If we can tell which pages are merged, copies those first that an
+/// `madvise` call would copy. Fails when memory limits leave no room for the next step. `report` shows how far we got,
+/// also after an error.
 pub fn unmark_in_steps(
     process: &Process,
     program: &ProgramId,

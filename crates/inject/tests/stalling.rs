@@ -68,8 +68,8 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     victim.expect_ok("exec");
 }
 
-/// Once the call is over, a sibling of the stopped thread keeps the injector from reading the return frame. The injector
-/// serves other targets, doesn't end, and releases the thread as soon as it can.
+/// Once the call is over, a sibling of the stopped thread keeps the injector from reading the return frame. The
+/// injector serves other targets, doesn't end, and releases the thread as soon as it can.
 #[test]
 fn a_frame_that_cannot_be_read_holds_its_own_thread_only() {
     if !can_inject() {

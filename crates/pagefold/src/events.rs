@@ -159,7 +159,7 @@ impl Events {
 impl Event {
     /// Whether the run prints a message about this event anyway.
     fn is_printed(&self) -> bool {
-        !matches!(self.what.as_str(), "mark" | "unmark" | "merge" | "pause" | "resume" | "governor")
+        !matches!(self.what.as_str(), "mark" | "unmark" | "merge" | "override" | "pause" | "resume" | "governor")
     }
 
     /// The fields of the event's journal entry.

@@ -406,8 +406,8 @@ fn read_details(
 }
 
 /// How much of a process is pinned for I/O, KiB, as far as the kernel counts it. VFIO's pins count as locked memory. We
-/// subtract present hugetlb pages: they aren't in `Rss`, and may be all that's pinned. The kernel refuses to pin pages of
-/// devices (VM_IO, VM_PFNMAP).
+/// subtract present hugetlb pages: they aren't in `Rss`, and may be all that's pinned. The kernel refuses to pin pages
+/// of devices (VM_IO, VM_PFNMAP).
 pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
     let mut locked_kib = 0;
     let mut hugetlb_kib: u64 = 0;

@@ -36,9 +36,9 @@ pub enum Contents {
     Merged,
     /// Private, merged and fork-shared pages.
     All,
-    /// Every present page, also of files, shared memory and hugetlb. We read all of them through `/proc/PID/mem`: pinning
-    /// could wait for the program that fills a mapping by userfaultfd, but this way such a read fails. Here file pages
-    /// count as shared.
+    /// Every present page, also of files, shared memory and hugetlb. We read all of them through `/proc/PID/mem`:
+    /// pinning could wait for the program that fills a mapping by userfaultfd, but this way such a read fails. Here
+    /// file pages count as shared.
     Present,
 }
 

@@ -1,5 +1,5 @@
-//! Programs start, fork, rewrite their memory, give it back, and end, in any ordinary order. Soon after the last of these
-//! events we must save nearly all that can be saved, show the right figure, and hold nothing without a reason.
+//! Programs start, fork, rewrite their memory, give it back, and end, in any ordinary order. Soon after the last of
+//! these events we must save nearly all that can be saved, show the right figure, and hold nothing without a reason.
 
 mod common;
 

@@ -78,7 +78,7 @@ impl Decided {
     }
 
     /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be done
-    /// early, because regions that are being read (`being_read`) may join it. A young region may be merged early, because
+    /// early, because regions that are being read (`being_read`) may join it. A young region may be merged early if
     /// samples show that it's kin to an older one.
     fn check(&self, recorded: &Recorded, next: &Self, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;

@@ -134,9 +134,8 @@ fn a_server_that_was_restarted_is_not_taken_for_pinned() {
     }
 }
 
-/// Its only copy lies in a large mapping, too few pages to mark that.
-/// ksmd has visited the server's pages in vain, and skips them for some scans (`smart_scan`). The zeros that merge beside
-/// them say nothing about them.
+/// ksmd has visited the server's pages in vain, and skips them for some scans (`smart_scan`). The zeros that merge
+/// beside them say nothing about them.
 #[test]
 fn a_server_with_zeros_is_merged_with_its_restarted_copy() {
     let mut sim = Machine::new(host());
@@ -165,6 +164,7 @@ fn a_server_with_zeros_is_merged_with_its_restarted_copy() {
     assert!(frames <= 4 * 16 * MIB + MIB, "{frames} frames");
 }
 
+/// Its only copy lies in a large mapping, too few pages to mark that.
 #[test]
 fn memory_whose_copy_is_not_worth_marking_is_not_taken_for_pinned() {
     let mut sim = Machine::new(host());

@@ -73,8 +73,8 @@ pub struct MarkedSamples {
     pub unmerged: u64,
     /// Sampled pages that ksmd could have merged: pages of zeros, and pages with an unmerged copy in marked memory.
     pub mergeable: u64,
-    /// The share of duplicates that were still unmerged right after ksmd's visit, because their copies had changed or
-    /// weren't marked.
+    /// The share of sampled pages that were unmerged duplicates right after ksmd's visit, because their copies had
+    /// changed or weren't marked.
     residual: Option<f64>,
 }
 

@@ -171,8 +171,8 @@ pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
         return Ok(Dumpable::No);
     }
     // In another namespace equal owners tell us nothing: the files of a non-dumpable process belong to root of the
-    // namespace where it called exec, and that may be this user. The access check passes for the owner of a namespace in
-    // any case.
+    // namespace where it called exec, and that may be this user. The access check passes for the owner of a namespace
+    // in any case.
     Ok(match user {
         _ if !is_in_our_user_namespace(process)? => Dumpable::Unknown,
         0 => check_access(process.tid(), &info.status),

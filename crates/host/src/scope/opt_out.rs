@@ -216,8 +216,8 @@ pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Resu
     Ok(read_found(&found, most)?.unwrap_or_default())
 }
 
-/// Reads the beginning of a regular file that we've found. `None` if it's something else, or belongs to a file system in
-/// which the kernel shows itself (/proc, /sys, tracing): reading such a file may take its contents away, or wait for
+/// Reads the beginning of a regular file that we've found. `None` if it's something else, or belongs to a file system
+/// in which the kernel shows itself (/proc, /sys, tracing): reading such a file may take its contents away, or wait for
 /// more. These file systems have no blocks.
 fn read_found(found: &File, most: u64) -> io::Result<Option<Vec<u8>>> {
     const RAMFS_MAGIC: i64 = 0x8584_58f6;

@@ -1,8 +1,8 @@
 //! Takes away what our own process doesn't need any more: system calls by a seccomp filter, files by Landlock.
 //!
-//! Both hold for the calling thread and the threads that it starts, and can't be undone. A tracer under a seccomp filter
-//! may not suspend its targets' filters, so a process without one must start the injector. A thread under Landlock can
-//! read no other process. docs/privileges.md says what stays possible.
+//! Both hold for the calling thread and the threads that it starts, and can't be undone. A tracer under a seccomp
+//! filter may not suspend its targets' filters, so a process without one must start the injector. A thread under
+//! Landlock can read no other process. docs/privileges.md says what stays possible.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

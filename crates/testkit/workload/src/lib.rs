@@ -1,9 +1,9 @@
 //! Programs with known memory, which pagefold's experiments and tests merge.
 //!
 //! A *tenant* is a process that holds exactly the memory that its [`TenantSpec`] describes, and can check every byte of
-//! it. [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a
-//! program that starts tenants passes its own path to [`Tenant::start`], and calls [`serve`] for its subcommand `tenant
-//! --spec JSON`.
+//! it. [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. A program that
+//! starts tenants passes to [`Tenant::start`] the path of a program that calls [`serve`] for its subcommand
+//! `tenant --spec JSON`, for example its own.
 //!
 //! | module | holds |
 //! | --- | --- |

@@ -137,7 +137,9 @@ fn done(region: &RegionState, facts: &Facts) -> String {
             "Read whole, and pages with a copy are merged; watched for changes.".to_owned()
         }
         (None, false) => {
-            "Not read itself, but merged page for page with a similar process that was; watched for changes.".to_owned()
+            "Its pages were read in a process that shares them through fork, and those with a copy are merged; watched for \
+             changes."
+                .to_owned()
         }
     }
 }
