@@ -180,6 +180,10 @@ fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
             _ if scope.contains("--exe ") && !is_root => {
                 (exit::NOT_PERMITTED, "run as root: only root sees which programs other users' processes run")
             }
+            // The cgroup exists, or we'd have another error.
+            _ if scope.starts_with("--cgroup ") && !scope.contains(" --") => {
+                (exit::NO_SCOPE, "the cgroup is empty: start a program in it first")
+            }
             _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows running programs"),
         },
         ScopeError::NameOnly { .. } => (exit::NO_SCOPE, "name them by --pid, --cgroup or --user"),
@@ -211,6 +215,13 @@ mod tests {
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn a_cgroup_without_processes_is_said_to_be_empty() {
+        let advice = |scope: &str| explain(&ScopeError::NoMatch(scope.into())).line;
+        assert!(advice("--cgroup /a").ends_with("; the cgroup is empty: start a program in it first"));
+        assert!(advice("--cgroup /a --exe b").contains("; check the spelling"));
     }
 
     #[test]
