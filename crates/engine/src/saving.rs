@@ -362,7 +362,8 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
 #[derive(Clone, Copy, Debug, Default)]
 struct Zeros {
     lineage: LineageKey,
-    /// Pages that [`split_zeros`] finds.
+    /// Pages that held zeros when we read them and map the zero page now: they were merged, or their huge page was
+    /// split.
     split: f64,
     /// ksmd's count.
     merged: f64,
@@ -381,24 +382,15 @@ fn zeros_of(table: &RegionTable, counted: &Counted, weight: f64) -> BTreeMap<Own
     for (&owner, &(lineage, pages)) in &counted.zeros {
         zeros.insert(owner, Zeros { lineage, merged: pages.0 as f64, ..Zeros::default() });
     }
-    for region in split_zeros(table, counted) {
+    let mut last = None;
+    for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
+        last = table.near(last, sample.region, sample.page);
+        let Some(region) = last.filter(|region| region.usage.own.contains(sample.page)) else { continue };
         let of_owner = zeros.entry(region.view.owner).or_default();
         of_owner.lineage = region.view.lineage;
         of_owner.split += weight;
     }
     zeros
-}
-
-/// The region of each page that held zeros when we read it and maps the zero page now: it was merged, or its huge page
-/// was split.
-pub(crate) fn split_zeros<'a>(table: &'a RegionTable, counted: &Counted) -> Vec<&'a Region> {
-    let mut regions = Vec::new();
-    let mut last = None;
-    for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
-        last = table.near(last, sample.region, sample.page);
-        regions.extend(last.filter(|region| region.usage.own.contains(sample.page)));
-    }
-    regions
 }
 
 #[cfg(test)]

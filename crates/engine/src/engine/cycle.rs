@@ -316,7 +316,7 @@ impl Engine {
             if is_due && self.room.headroom.is_limited(region.view.owner) && region.hold.may_examine(now_ns) {
                 region.examine(top);
             }
-            if region.life.is_judged() && !region.life.is_worth_marking() && !is_busy {
+            if region.life.is_settled() && !is_busy {
                 region.life.advance(Event::Sink);
             }
         }

@@ -215,27 +215,22 @@ impl Engine {
             return;
         }
         let least = self.config.threshold().fraction();
-        let mut with_duplicates = FxHashSet::default();
-        let mut with_shared_duplicates = FxHashSet::default();
+        // For each family with duplicates in its first member: whether that shared pages when we read it.
+        let mut found: FxHashMap<Option<u32>, bool> = FxHashMap::default();
         for region in self.table.iter() {
             let is_judged_first = region.fork == Fork::First && region.life.is_judged();
             if is_judged_first && region.counts().ratio() >= least {
-                with_duplicates.insert(region.relatives);
-                if region.forked_share() >= least {
-                    with_shared_duplicates.insert(region.relatives);
-                }
+                *found.entry(region.relatives).or_default() |= region.forked_share() >= least;
             }
         }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
-        for region in self.table.iter_mut() {
+        for region in self.table.iter_mut().filter(|region| region.fork == Fork::Relative) {
+            let Some(&first_shares) = found.get(&region.relatives) else { continue };
             // If the fork came after we had read the first relative, only the others' samples show what they share.
             let has_outsiders = self.families.get(region).is_some_and(|family| family.has_outsiders);
             let shares = region.life.is_surveyed() && region.survey.is_mostly_forked() && !has_outsiders;
-            let is_found = with_shared_duplicates.contains(&region.relatives)
-                || shares && with_duplicates.contains(&region.relatives);
-            let follows = is_found && region.fork == Fork::Relative;
-            if follows && may_be_promoted(region, now_ns, pace, &self.config) {
+            if (first_shares || shares) && may_be_promoted(region, now_ns, pace, &self.config) {
                 region.fork = Fork::Follows;
                 region.examine(self.ladder.levels());
                 self.plan.reading.foreground = true;

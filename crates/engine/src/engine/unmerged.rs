@@ -72,14 +72,10 @@ impl Engine {
         let one_in = self.saving.latest().map_or(1, |saving| saving.one_in);
         let mut found: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
         let mut last = None;
-        for sample in merged {
-            last = self.table.near(last, sample.region, sample.page);
-            if let Some(region) = last {
-                *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
-            }
-        }
-        for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
-            last = self.table.near(last, sample.region, sample.page);
+        let zeros = counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped);
+        let zeros = zeros.map(|sample| (sample.region, sample.page));
+        for (region, page) in merged.iter().map(|sample| (sample.region, sample.page)).chain(zeros) {
+            last = self.table.near(last, region, page);
             if let Some(region) = last {
                 *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
             }

@@ -27,11 +27,6 @@ struct Relative {
     granted: Pages,
 }
 
-/// Whether everything that's worth marking in a region is marked.
-fn is_done(region: &Region) -> bool {
-    region.life.is_judged() && !region.life.is_worth_marking()
-}
-
 /// Regions that are merged together or not at all.
 #[derive(Debug, Default)]
 struct Family {
@@ -53,7 +48,7 @@ impl Budget {
         for region in table.iter() {
             let Some(number) = region.relatives else { continue };
             let is_shared = region.fork == Fork::First && region.forked_share() >= config.threshold().fraction();
-            if is_shared || region.fork == Fork::Follows && !is_done(region) {
+            if is_shared || region.fork == Fork::Follows && !region.life.is_settled() {
                 budget.families.entry(number).or_default();
             }
         }
@@ -68,7 +63,7 @@ impl Budget {
             }
             let Some(number) = region.relatives else { continue };
             let Some(family) = budget.families.get_mut(&number) else { continue };
-            if region.fork == Fork::Follows && is_done(region) && region.hold.full.is_none() {
+            if region.fork == Fork::Follows && region.life.is_settled() && region.hold.full.is_none() {
                 continue;
             }
             family.relatives.push(Relative {

@@ -190,6 +190,11 @@ impl Life {
         matches!(self.phase, Phase::Worth(_))
     }
 
+    /// Whether everything that's worth marking in the region is marked or merged.
+    pub fn is_settled(&self) -> bool {
+        matches!(self.phase, Phase::Settled(_))
+    }
+
     /// The share of duplicates in the extents that an earlier run left unmarked, if we haven't read the region since.
     pub fn adopted(&self) -> Option<Permyriad> {
         match self.judgement()?.by {

@@ -235,8 +235,8 @@ impl Survey {
 
     /// Whether we've read samples, and most of them had no copy.
     pub fn is_mostly_unique(&self) -> bool {
-        let Tally { sampled, zero, found, .. } = self.tally;
-        sampled >= UNIQUE_MIN && 2 * (zero + found) < sampled && !self.is_mostly_forked()
+        let sampled = self.tally.sampled;
+        sampled >= UNIQUE_MIN && 2 * self.tally.duplicates() < sampled && !self.is_mostly_forked()
     }
 
     /// Halves what we know, so that new samples weigh more than old ones.
