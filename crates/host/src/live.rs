@@ -416,6 +416,7 @@ impl LiveHost {
                 family = self.members(mappings);
             }
             how.activity = plan.activity.contains(&region);
+            how.image = target.image();
             if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == region) {
                 how.huge = tracked.stretch.huge;
                 how.unmarked = tracked.stretch.marked == Pages(0);

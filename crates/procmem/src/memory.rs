@@ -16,6 +16,7 @@
 mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch};
+use crate::image::image_of;
 use crate::kpageflags::{FrameFlags, KpageFlags, shows_merged};
 use crate::os::abandonable::advance;
 use crate::os::fault;
@@ -65,6 +66,8 @@ pub struct ReadHow {
     /// kpageflags calls every anonymous page merged (Linux 6.12, see
     /// [`shows_merged`](super::kpageflags::shows_merged)).
     pub unmarked: bool,
+    /// The program whose pages we may read ([`image_of`]). `None`: any.
+    pub image: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -107,6 +110,7 @@ struct Files {
     /// The thread whose ID we pass to process_vm_readv.
     tid: i32,
     start_time_ticks: u64,
+    image: u64,
     pagemap: Pagemap,
     /// A small file that can't be read any more once this thread is reaped.
     liveness: File,
@@ -120,6 +124,7 @@ impl Files {
             pid: process.pid(),
             tid,
             start_time_ticks: process.start_time_ticks(),
+            image: image_of(process)?,
             pagemap: Pagemap::open(process)?,
             liveness: process.open_file(&format!("task/{tid}/oom_score_adj"))?,
             mem: None,
@@ -130,13 +135,16 @@ impl Files {
         self.tid == process.tid() && (self.pid, self.start_time_ticks) == process.key()
     }
 
-    /// Checks that an earlier process_vm_readv has read the right process. The call takes a thread's ID, which may have
-    /// been reused, or belong to another program after exec. Neither has happened if the thread isn't reaped by now and
-    /// its old address space still exists.
-    fn check(&self) -> Result<(), ReadError> {
+    /// Checks that an earlier process_vm_readv has read the right process and program. The call takes a thread's ID,
+    /// which may have been reused, or belong to another program after exec. Neither has happened if the thread isn't
+    /// reaped by now, its address space still exists, and the process still runs the same program: after an exec,
+    /// processes that shared the address space (CLONE_VM) still have it.
+    fn check(&self, process: &Process, how: ReadHow) -> Result<(), ReadError> {
         let read = fault::io("read:oom_score_adj").and_then(|()| self.liveness.read_at(&mut [0; 8], 0));
         read.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
-        if self.pagemap.is_live()? { Ok(()) } else { Err(ReadError::Vanished { pid: self.pid }) }
+        let is_same = self.pagemap.is_live()? && image_of(process)? == self.image;
+        let is_judged = how.image.is_none_or(|image| image == self.image);
+        if is_same && is_judged { Ok(()) } else { Err(ReadError::Vanished { pid: self.pid }) }
     }
 }
 
@@ -161,7 +169,8 @@ impl PageReader {
     /// close to each other, and read up to 256 pages with one system call.
     ///
     /// # Errors
-    /// [`ReadError::Vanished`] if the process ended or called exec. Pages visited before that are valid.
+    /// [`ReadError::Vanished`] if the process ended, called exec, or runs another program than [`ReadHow::image`]. Pages
+    /// visited before that are valid.
     pub fn read_runs(
         &mut self,
         process: &Process,
@@ -191,7 +200,7 @@ impl PageReader {
     ) -> Result<(), ReadError> {
         let mut digests = Vec::new();
         self.for_each_batch(process, runs, |batch, files, frames| {
-            batch.digest(files, frames, how, &mut digests, &mut digest)?;
+            batch.digest(files, process, frames, how, &mut digests, &mut digest)?;
             let mut digests = digests.iter();
             batch.show(&mut |view| visit(view, digests.next().copied().flatten()));
             Ok(())
@@ -205,7 +214,7 @@ impl PageReader {
         let mut unmerged = Pages(0);
         self.resident_runs(process, first, pages, &mut runs)?;
         self.for_each_batch(process, &runs, |batch, files, frames| {
-            unmerged += batch.unmerge(files, frames)?;
+            unmerged += batch.unmerge(files, process, frames)?;
             Ok(())
         })?;
         Ok(unmerged)

@@ -258,9 +258,9 @@ fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
     let seen = read(&mut reader, &process, &run, ReadHow { contents: Contents::All, ..ReadHow::default() }).unwrap();
     assert_eq!(seen[0].2, Some(contents(0)));
     let files = Files::open(&process).unwrap();
-    files.check().unwrap();
+    files.check(&process, ReadHow::default()).unwrap();
     drop(child);
-    assert!(matches!(files.check(), Err(ReadError::Vanished { .. })));
+    assert!(matches!(files.check(&process, ReadHow::default()), Err(ReadError::Vanished { .. })));
     assert!(matches!(read(&mut reader, &process, &run, ReadHow::default()), Err(ReadError::Vanished { .. })));
 }
 
@@ -270,18 +270,65 @@ fn exec_is_detected() {
     let process = Process::open(shell.pid()).unwrap();
     let mut reader = PageReader::new();
     let at = reader.hold(&process).unwrap();
-    reader.files[at].check().unwrap();
+    reader.files[at].check(&process, ReadHow::default()).unwrap();
     shell.say("");
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    assert!(matches!(reader.files[at].check(), Err(ReadError::Vanished { .. })));
+    assert!(matches!(reader.files[at].check(&process, ReadHow::default()), Err(ReadError::Vanished { .. })));
     // The next call reads the new program.
     let maps = crate::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
     let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();
     let run = (stack.first(), u32::try_from(stack.pages().0).unwrap());
     let seen = read(&mut reader, &process, &[run], ReadHow::default()).unwrap();
     assert!(seen.iter().any(|page| page.1 == PageState::Private));
+}
+
+/// A process that shares its parent's address space, and lives as long as the parent.
+extern "C" fn sleep_beside(_: *mut libc::c_void) -> libc::c_int {
+    // SAFETY: no memory is passed.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        loop {
+            libc::pause();
+        }
+    }
+}
+
+/// After an exec, a process that shared the address space keeps it, though the pid now belongs to another program.
+#[test]
+fn exec_is_detected_though_another_process_keeps_the_address_space() {
+    let memory = Memory::new(4);
+    memory.fill(0);
+    memory.advise(libc::MADV_DOFORK);
+    let child = Forked::start(|| {
+        let mut stack = [0_u8; 65_536];
+        let sleep: [*const libc::c_char; 3] = [c"sleep".as_ptr(), c"60".as_ptr(), std::ptr::null()];
+        // SAFETY: the stack is large enough, and remains until exec; the other process keeps its address space. The
+        // strings end with a null, and the list with a null pointer.
+        unsafe {
+            let top = stack.as_mut_ptr().add(stack.len() - 16).cast();
+            let beside = libc::clone(sleep_beside, top, libc::CLONE_VM | libc::SIGCHLD, std::ptr::null_mut());
+            assert!(beside > 0);
+            libc::raise(libc::SIGSTOP);
+            libc::execvp(sleep[0], sleep.as_ptr());
+        }
+    });
+    let process = Process::open(child.0).unwrap();
+    let mut reader = PageReader::new();
+    let run = [(memory.first(), 4)];
+    let how = ReadHow { contents: Contents::All, image: Some(image_of(&process).unwrap()), ..ReadHow::default() };
+    assert_eq!(read(&mut reader, &process, &run, how).unwrap()[0].2, Some(contents(0)));
+    // SAFETY: the pid is our own child's, and we haven't waited for its end.
+    unsafe { libc::kill(child.0, libc::SIGCONT) };
+    while process.stat().unwrap().comm != b"sleep" {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // First by the files that we hold, then by new ones.
+    for _ in 0..2 {
+        assert!(matches!(read(&mut reader, &process, &run, how), Err(ReadError::Vanished { .. })));
+    }
+    read(&mut reader, &process, &run, ReadHow::default()).unwrap();
 }
 
 #[test]

@@ -77,10 +77,11 @@ impl LiveHost {
             None if !target.may_be_read() => return Progress::Ended,
             None => {}
         }
+        let image = target.image();
         let mut ranges = Vec::new();
         for Tracked { stretch, .. } in &target.regions {
             let unmarked = by_marks && stretch.marked == Pages(0);
-            let how = ReadHow { contents: Contents::All, unmarked, ..ReadHow::default() };
+            let how = ReadHow { contents: Contents::All, unmarked, image, ..ReadHow::default() };
             ranges.push(ReadRange { first: stretch.first, pages: stretch.pages, how });
         }
         let process = target.info.process.clone();

@@ -14,7 +14,7 @@ use pagefold_engine::keys::RegionKey;
 use pagefold_engine::region::PageSet;
 use pagefold_engine::units::Vpn;
 use pagefold_ksm::request::{Kept, Merged, Range, RequestDevice};
-use pagefold_procmem::image::AddressSpace;
+use pagefold_procmem::image::{AddressSpace, image_of};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::abandonable::{Job, LIMIT, advance};
@@ -102,11 +102,12 @@ struct Side {
 }
 
 impl Side {
-    /// Whether the process still has the address space that we judged. If somebody holds its mmap lock, we wait for the
-    /// lock here: the request would keep KSM's lock while it waits.
+    /// Whether the process still has the address space that we judged, and runs the same program: after an exec, others
+    /// may still have the address space (CLONE_VM). If somebody holds its mmap lock, we wait for the lock here: the
+    /// request would keep KSM's lock while it waits.
     fn is_judged(&self) -> bool {
         self.space.is_unlocked(ANY_TIME);
-        self.space.exists()
+        self.space.exists() && image_of(&self.process).is_ok_and(|image| image == self.list.program.image)
     }
 
     /// Whether all these pages are within the region.

@@ -143,8 +143,8 @@ fn a_side_is_judged_until_its_program_is_replaced() {
     let process = Process::open(execing.pid()).unwrap();
     let side = Side {
         space: AddressSpace::of(&process).unwrap(),
+        list: Arc::new(List::of(&[], ProgramId::of(&process).unwrap(), 0, 0)),
         process: Arc::new(process),
-        list: Arc::new(list(&[])),
         regions: BTreeMap::new(),
     };
     assert!(side.is_judged());

@@ -123,7 +123,7 @@ impl Batch {
             self.read_private(files.tid)?;
         }
         self.read_shared(files, process, how.contents)?;
-        files.check()
+        files.check(process, how)
     }
 
     /// Calls `digest` for the pages that [`Self::read`] would read, once per run of adjacent pages. `digests` gets one
@@ -131,6 +131,7 @@ impl Batch {
     pub(super) fn digest(
         &mut self,
         files: &Files,
+        process: &Process,
         frames: Option<&mut KpageFlags>,
         how: ReadHow,
         digests: &mut Vec<Option<Digest>>,
@@ -154,12 +155,17 @@ impl Batch {
             }
             at += length.max(1);
         }
-        files.check()
+        files.check(process, how)
     }
 
     /// Reads the merged pages and no others, so that the process gets its own copy of each. Returns how many there
     /// were.
-    pub(super) fn unmerge(&mut self, files: &Files, frames: Option<&mut KpageFlags>) -> Result<Pages, ReadError> {
+    pub(super) fn unmerge(
+        &mut self,
+        files: &Files,
+        process: &Process,
+        frames: Option<&mut KpageFlags>,
+    ) -> Result<Pages, ReadError> {
         // We also copy pages that nobody else maps any more, because their frames may be charged to another cgroup.
         let how = ReadHow { activity: true, ..ReadHow::default() };
         self.find(files, frames, how)?;
@@ -168,7 +174,7 @@ impl Batch {
             slot.state = if merged { PageState::Private } else { PageState::Absent };
         }
         self.read_private(files.tid)?;
-        files.check()?;
+        files.check(process, how)?;
         Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
 
