@@ -31,15 +31,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How long we rely on files that we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
-/// read them less often.
+/// How long we rely on files that we've read. Reading one owner's again may take 1/[`SHARE`] of the time: if the owner
+/// has many cgroups, we read their files less often, but root's at least once in [`VALID_MOST`].
 const VALID: Duration = Duration::from_secs(10);
+const VALID_MOST: Duration = Duration::from_secs(60);
 const SHARE: u32 = 2_000;
 /// After a read that didn't return in time, we wait for this long, and for that read to end, before the next one.
 const PAUSE: Duration = Duration::from_secs(60);
 /// How many late reads of one user's files, or of root's, may be under way at a time.
 const LATE_MOST: usize = 4;
-/// We remember this many cgroups.
+/// We remember this many cgroups of each owner.
 const REMEMBERED: usize = 4_096;
 /// We read at most this much of a file.
 pub(super) const FILE_MOST: u64 = 64 << 10;
@@ -320,8 +321,8 @@ impl Known {
                     return before.unwrap_or(unknown);
                 }
             }
-            for (other, entry) in entries.iter() {
-                late += usize::from(other.whose == key.whose && entry.is_late());
+            for (_, entry) in entries.iter().filter(|(other, _)| other.whose == key.whose) {
+                late += usize::from(entry.is_late());
                 // We don't count cgroups that nobody has asked about for a while.
                 others += u32::from(now < entry.next);
             }
@@ -335,7 +336,9 @@ impl Known {
             (read(), Duration::from_nanos(thread_cpu_ns().saturating_sub(before_ns)))
         }) {
             Ok((found, cost)) => {
-                let valid = VALID.max(cost.saturating_mul(others).saturating_mul(SHARE));
+                let valid = cost.saturating_mul(others).saturating_mul(SHARE);
+                let most = if matches!(key.whose, Whose::User(_)) { Duration::MAX } else { VALID_MOST };
+                let valid = valid.clamp(VALID, most);
                 Entry { found: Some(found), next: now + valid, late: None }
             }
             Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
@@ -345,7 +348,8 @@ impl Known {
         if entries.len() >= REMEMBERED {
             entries.retain(|_, entry| now < entry.next || entry.is_late());
         }
-        if entries.len() < REMEMBERED || entries.contains_key(&key) {
+        let remembered = entries.keys().filter(|other| other.whose == key.whose).count();
+        if remembered < REMEMBERED || entries.contains_key(&key) {
             entries.insert(key, entry);
         }
         found

@@ -380,6 +380,34 @@ fn files_are_read_again_after_a_while_only() {
     assert_eq!(known.0.lock().unwrap().len(), REMEMBERED);
 }
 
+/// However many cgroups a user makes, root's files are read again in time, and other owners' cgroups are remembered.
+#[test]
+fn many_cgroups_of_a_user_delay_nobody_else() {
+    let known = Known(Mutex::default());
+    let now = Instant::now();
+    for number in 0..REMEMBERED {
+        known.get(key(Whose::User(1000), &number.to_string()), now, Vec::new);
+    }
+    let slowly = || {
+        let began_ns = thread_cpu_ns();
+        while thread_cpu_ns() < began_ns + 1_000_000 {}
+        Vec::new()
+    };
+    for whose in [Whose::System, Whose::User(1001)] {
+        known.get(key(whose, "/a"), now, slowly);
+        assert_eq!(known.get(key(whose, "/a"), now + VALID / 2, || unreachable!()), []);
+        let found = || vec![OptOut::Unit { unit: "a.service".to_owned(), file: "/a".into() }];
+        assert_eq!(known.get(key(whose, "/a"), now + VALID, found), found());
+    }
+    for number in 0..500 {
+        known.get(key(Whose::System, &number.to_string()), now, Vec::new);
+    }
+    known.get(key(Whose::System, "/b"), now, slowly);
+    assert_eq!(known.get(key(Whose::System, "/b"), now + VALID, || unreachable!()), []);
+    let found = || vec![OptOut::Unit { unit: "a.service".to_owned(), file: "/a".into() }];
+    assert_eq!(known.get(key(Whose::System, "/b"), now + VALID_MOST, found), found());
+}
+
 #[test]
 fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
     let known = Known(Mutex::default());
