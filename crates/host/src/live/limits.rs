@@ -6,7 +6,7 @@ use pagefold_engine::host::LimitView;
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
 use pagefold_procmem::headroom::{Limit, limit_of, swap_left};
-use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::fields::number;
 use pagefold_procmem::os::pressure::parse_pressure;
@@ -16,8 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The shortest time between two passes over the cgroups, nanoseconds. Passes may take 1/`PASS_PART` of the time.
+/// The shortest time between two passes over the cgroups, nanoseconds. Passes may take 1/`PASS_PART` of the time, but
+/// nobody waits longer than `PASS_LATEST_NS` for a pass: merging below a limit relies on what it read.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
+const PASS_LATEST_NS: u64 = 2_000_000_000;
 /// The same while memory is being merged: if a limit leaves little headroom, each step of merging waits for two passes.
 const PASS_WHILE_MERGING_NS: u64 = 200_000_000;
 /// We assume that a step of merging ends within this time, nanoseconds. Steps that take longer don't need frequent
@@ -27,9 +29,11 @@ const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
-/// (user.slice/user-1000.slice), or of one service. Only root can make cgroups that far up, so nobody else can get more
-/// parts.
+/// (user.slice/user-1000.slice), or of one service. In a pod's path, that many are `POD_NAMES`. Only root can make
+/// cgroups that far up, so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time
+/// between two passes, we read its limits less often.
 const SHARED_NAMES: usize = 2;
+const POD_NAMES: usize = 4;
 /// For this long after a quota has throttled a cgroup, nanoseconds, we ignore its CPU pressure, which counts throttled
 /// tasks as waiting. By then their part of the average over 10 s has fallen to a twentieth.
 const THROTTLED_NS: u64 = 30_000_000_000;
@@ -38,6 +42,8 @@ const THROTTLED_NS: u64 = 30_000_000_000;
 #[derive(Debug, Default)]
 pub(super) struct CgroupLimits {
     groups: BTreeMap<PathBuf, Group>,
+    /// When we read the limits of a share again that took long, nanoseconds.
+    resting: BTreeMap<PathBuf, u64>,
     keys: KeyCounter,
     /// The processes that we've assigned to groups.
     owners: BTreeSet<OwnerKey>,
@@ -88,7 +94,7 @@ impl Group {
             reading: Reading::Unknown,
             read_ns: 0,
             tried_ns: 0,
-            share: dir.components().take(mount.components().count() + SHARED_NAMES).collect(),
+            share: share_of(mount, dir),
             is_own: false,
             is_top: dir == mount,
             swap_left: None,
@@ -135,7 +141,7 @@ impl CgroupLimits {
     /// an unlimited one.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
         let is_pass = self.is_due(now_ns);
-        let before_ns = own_cpu_ns();
+        let before_ns = thread_cpu_ns();
         if is_pass {
             self.forget_owners();
         }
@@ -154,7 +160,7 @@ impl CgroupLimits {
         if is_pass {
             self.read(now_ns);
             self.passed_ns = Some(now_ns);
-            self.cost_wait_ns = (own_cpu_ns() - before_ns) * PASS_PART;
+            self.cost_wait_ns = ((thread_cpu_ns() - before_ns) * PASS_PART).min(PASS_LATEST_NS);
         } else if has_new {
             self.read_new(now_ns);
         } else {
@@ -203,6 +209,7 @@ impl CgroupLimits {
     /// Forgets cgroups without processes, and reads the limits of as many others as there is time for.
     fn read(&mut self, now_ns: u64) {
         self.groups.retain(|_, group| !group.owners.is_empty());
+        self.resting.retain(|_, next_ns| now_ns < *next_ns);
         self.read_in_turn(now_ns, PASS_LIMIT, |_| true);
     }
 
@@ -215,7 +222,9 @@ impl CgroupLimits {
     /// haven't tried for longest.
     fn read_in_turn(&mut self, now_ns: u64, limit: Duration, is_wanted: impl Fn(&Group) -> bool) {
         let began = Instant::now();
-        let mut waiting: Vec<_> = self.groups.iter_mut().filter(|(_, group)| is_wanted(group)).collect();
+        let is_resting = |share: &Path| self.resting.get(share).is_some_and(|&next_ns| now_ns < next_ns);
+        let mut waiting: Vec<_> = self.groups.iter_mut().collect();
+        waiting.retain(|(_, group)| is_wanted(group) && !is_resting(&group.share));
         waiting.sort_by_key(|(_, group)| group.tried_ns);
         let mut counts: BTreeMap<PathBuf, usize> = BTreeMap::new();
         let mut in_turn = Vec::new();
@@ -225,11 +234,20 @@ impl CgroupLimits {
             *count += 1;
         }
         in_turn.sort_by_key(|(turn, ..)| *turn);
+        let mut costs: BTreeMap<PathBuf, u64> = BTreeMap::new();
         for (_, dir, group) in in_turn {
             if began.elapsed() > limit {
                 break;
             }
+            let before_ns = thread_cpu_ns();
             group.read(dir, now_ns);
+            *costs.entry(group.share.clone()).or_default() += thread_cpu_ns() - before_ns;
+        }
+        for (share, cost_ns) in costs {
+            let wait_ns = cost_ns * PASS_PART;
+            if wait_ns > PASS_EVERY_NS {
+                self.resting.insert(share, now_ns + wait_ns);
+            }
         }
     }
 
@@ -313,6 +331,14 @@ impl CgroupLimits {
     pub(super) fn name(&self, key: LimitKey) -> Option<&Path> {
         self.groups.iter().find(|(_, group)| group.key == key).map(|(dir, _)| dir.as_path())
     }
+}
+
+/// The beginning of a cgroup's path by which it shares a part of each pass.
+fn share_of(mount: &Path, dir: &Path) -> PathBuf {
+    let mut names = dir.strip_prefix(mount).unwrap_or(dir).components();
+    let is_pods = names.next().is_some_and(|first| first.as_os_str().as_encoded_bytes().starts_with(b"kubepods"));
+    let names = if is_pods { POD_NAMES } else { SHARED_NAMES };
+    dir.components().take(mount.components().count() + names).collect()
 }
 
 /// The `cpu.stat` that says how long a quota has throttled a cgroup. If both versions are mounted, version 2
@@ -492,7 +518,7 @@ mod tests {
         let others = ["a.slice/user-2.slice", "b.slice/b.service/worker"].map(|dir| root.path().join(dir));
         let user = root.path().join("a.slice/user-1.slice");
         let mut tried = 0;
-        for pass in 1..=3 {
+        for pass in [1, 2, 3].map(|pass| pass * 1_000_000_000_000) {
             // The time isn't enough for all limits.
             limits.read_in_turn(pass, Duration::from_millis(25), |_| true);
             assert!(others.iter().all(|dir| limits.groups[dir].read_ns == pass), "pass {pass}");
@@ -501,6 +527,43 @@ mod tests {
             let ever = of_user.iter().filter(|(_, group)| group.tried_ns > 0).count();
             assert!(ever == of_user.len() || ever == tried, "the oldest come first: {ever} of {tried}");
         }
+    }
+
+    /// A cgroup whose files take long to read delays neither the next pass nor other limits.
+    #[test]
+    fn slow_limits_are_read_less_often() {
+        let root = tempfile::tempdir().unwrap();
+        let mut limits = CgroupLimits::default();
+        let [slow, other] = ["a.slice/user-1.slice/x", "a.slice/user-2.slice/x"].map(|dir| root.path().join(dir));
+        for (dir, owner) in [(&slow, 1), (&other, 2)] {
+            fs::create_dir_all(dir).unwrap();
+            fs::write(dir.join("memory.max"), "409600").unwrap();
+            fs::write(dir.join("memory.current"), "4096").unwrap();
+            limits.assign(root.path(), dir, OwnerKey(owner));
+        }
+        fs::write(slow.join("memory.stat"), "a 1\n".repeat(4 << 20)).unwrap();
+        let second = 1_000_000_000;
+        for pass in 1..=5 {
+            limits.read_in_turn(pass * second, Duration::from_secs(1), |_| true);
+            assert_eq!(limits.groups[&other].read_ns, pass * second);
+        }
+        assert_eq!(limits.groups[&slow].read_ns, second, "until a thousand times its cost is over");
+        limits.read(second << 20);
+        assert_eq!(limits.groups[&slow].read_ns, second << 20);
+        limits.passed_ns = Some(0);
+        limits.cost_wait_ns = 0;
+        limits.refresh(9 * second, &BTreeMap::new());
+        assert!(limits.cost_wait_ns <= PASS_LATEST_NS);
+    }
+
+    #[test]
+    fn pods_have_shares_of_their_own() {
+        let mount = Path::new("/sys/fs/cgroup");
+        let share = |path: &str| share_of(mount, &mount.join(path)).strip_prefix(mount).unwrap().to_owned();
+        let pod = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice/cri-containerd-2.scope";
+        assert_eq!(share(&format!("{pod}/a/b")), Path::new(pod));
+        assert_eq!(share("user.slice/user-1.slice/session-2.scope"), Path::new("user.slice/user-1.slice"));
+        assert_eq!(share(""), Path::new(""));
     }
 
     #[test]
