@@ -1,6 +1,7 @@
 //! Extended attributes of cgroups: `user.pagefold.avoid`, `user.pagefold.include` and `user.pagefold.domain`.
 
 use crate::scope::exe::is_roots_alone;
+use crate::scope::workload::{WorkloadKind, labels_of};
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_text::escape::printable;
 use rustix::io::Errno;
@@ -27,18 +28,19 @@ struct Labels {
 }
 
 impl Labels {
-    fn of(directory: &Path) -> Self {
-        Self::read(directory).unwrap_or(Self { is_unreadable: true, ..Self::default() })
+    fn of(directory: &Path, path: &Path) -> Self {
+        Self::read(directory, path).unwrap_or(Self { is_unreadable: true, ..Self::default() })
     }
 
     /// Reads the attributes. `include` and `domain` grant something, so they count only where root alone can set them:
     /// otherwise the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody
-    /// else's domain.
-    fn read(directory: &Path) -> Result<Self, Errno> {
+    /// else's domain. The root of a container may be the host's root, too, and write to the container's cgroups.
+    fn read(directory: &Path, path: &Path) -> Result<Self, Errno> {
         let avoid = is_set(directory, "user.pagefold.avoid")?;
         let include = is_set(directory, "user.pagefold.include")?;
         let domain = xattr(directory, "user.pagefold.domain")?;
         let grants = (include || domain.is_some())
+            && !is_in_container(path)
             && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
         let domain = if grants { domain.map(|name| printable(&name)) } else { None };
         Ok(Self { avoid, include: include && grants, domain, is_unreadable: false })
@@ -81,7 +83,7 @@ impl Attributes {
         let mount = self.mount_of(cgroup)?;
         for below in inner.ancestors() {
             let directory = mount.join(below);
-            let labels = self.seen.entry(directory.clone()).or_insert_with(|| Labels::of(&directory));
+            let labels = self.seen.entry(directory.clone()).or_insert_with(|| Labels::of(&directory, below));
             if is_it(labels) {
                 return Some((directory, labels.clone()));
             }
@@ -98,6 +100,13 @@ impl Attributes {
         self.mounts.insert(cgroup.controllers.clone(), found.clone());
         found
     }
+}
+
+/// Whether a path below a mount is a container's or pod's cgroup, or below one.
+fn is_in_container(path: &Path) -> bool {
+    let path = format!("/{}", path.display());
+    let mut labels = labels_of(&path).into_iter();
+    labels.any(|label| matches!(label.kind, WorkloadKind::Container | WorkloadKind::Pod))
 }
 
 /// The path of a cgroup below its mount. Paths outside our cgroup namespace begin with "..", and would lead us to other

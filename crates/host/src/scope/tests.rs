@@ -342,6 +342,33 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     }
 }
 
+/// The root of a container without a user namespace is the host's root for its cgroups.
+#[test]
+fn the_root_of_a_container_gives_it_no_domain() {
+    let tree = Tree::new();
+    fs::write(tree.roots.cgroup.join("cgroup.controllers"), "memory").unwrap();
+    let container = format!("docker-{}.scope", "ab".repeat(32));
+    for (pid, path) in [(5, "system.slice/web.service"), (6, &format!("system.slice/{container}/x"))] {
+        let directory = tree.cgroup(path);
+        if !set(&directory, "user.pagefold.domain", "prod") {
+            return pagefold_testkit::skip_unsupported(
+                "the file system of the temporary directory has no user attributes",
+            );
+        }
+        tree.process(pid, b"a", None, 0, &format!("0::/{path}\n"));
+    }
+    assert!(set(&tree.cgroup("system.slice"), "user.pagefold.avoid", "1"));
+    for path in ["system.slice/web.service", &format!("system.slice/{container}/x")] {
+        assert!(set(&tree.cgroup(path), "user.pagefold.include", "1"));
+    }
+    let of = |pid| {
+        let found = resolve_without(&by_pid(&[pid]), &tree.roots, &[]).unwrap();
+        (found[0].cgroups.domain.clone(), found[0].cgroups.opt_outs.is_empty())
+    };
+    assert_eq!(of(5), (Some("prod".to_owned()), true));
+    assert_eq!(of(6), (None, false));
+}
+
 /// Looking for attributes and limits of a cgroup takes time for each of its levels, so of deep ones we read nothing.
 #[test]
 fn a_process_in_a_cgroup_that_we_cannot_read_is_left_alone_whatever_is_overridden() {
