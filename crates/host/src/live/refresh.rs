@@ -34,9 +34,11 @@ const PASS_NS: u64 = 250_000_000;
 /// than 75 targets we refresh less often than every `INTERVAL_NS`.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
-/// Shortest time between two searches for kept-out processes that have ended, nanoseconds. The searches may take
-/// 1/`FORGET_SHARE` of the time.
+/// Shortest and longest time between two searches for kept-out processes that have ended, nanoseconds. In between, the
+/// searches may take 1/`FORGET_SHARE` of the time. If they came any later, programs that fork all the time would make
+/// the list too long to be kept.
 const FORGET_NS: u64 = 10_000_000_000;
+const FORGET_LATEST_NS: u64 = 20_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
 /// If earlier runs have marked programs, we stop ksmd until we've checked all processes, but for this long at most,
@@ -197,7 +199,8 @@ impl LiveHost {
         if now_ns >= self.schedule.next_forget_ns {
             let before_ns = own_cpu_ns();
             self.rules.kept_out.forget_ended(&self.rules.roots);
-            self.schedule.next_forget_ns = now_ns + ((own_cpu_ns() - before_ns) * FORGET_SHARE).max(FORGET_NS);
+            let wait_ns = (own_cpu_ns() - before_ns) * FORGET_SHARE;
+            self.schedule.next_forget_ns = now_ns + wait_ns.clamp(FORGET_NS, FORGET_LATEST_NS);
         }
     }
 
