@@ -322,7 +322,7 @@ pub(crate) fn exclusion_of(
     // We ask last, because asking stops the process.
     let answer = match dumpable {
         // The process has marked its memory itself, so ksmd merges it whatever we do.
-        Dumpable::Unknown if info.is_32_bit => Dumpable::Yes,
+        Dumpable::Unknown if info.is_32_bit && mechanism == Mechanism::Ksmd => Dumpable::Yes,
         Dumpable::Unknown => ask_inside(info),
         known => known,
     };
