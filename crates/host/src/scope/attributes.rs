@@ -36,6 +36,10 @@ impl Labels {
     /// otherwise the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody
     /// else's domain. The root of a container may be the host's root, too, and write to the container's cgroups.
     fn read(directory: &Path, path: &Path) -> Result<Self, Errno> {
+        // The name isn't UTF-8, so this isn't the cgroup's path.
+        if path.as_os_str().as_encoded_bytes().windows(3).any(|bytes| bytes == "\u{fffd}".as_bytes()) {
+            return Err(Errno::ILSEQ);
+        }
         let avoid = is_set(directory, "user.pagefold.avoid")?;
         let include = is_set(directory, "user.pagefold.include")?;
         let domain = xattr(directory, "user.pagefold.domain")?;

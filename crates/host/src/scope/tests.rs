@@ -369,6 +369,17 @@ fn the_root_of_a_container_gives_it_no_domain() {
     assert_eq!(of(6), (None, false));
 }
 
+/// We know no path for a cgroup whose name isn't UTF-8, so we can't see whether it opts its processes out.
+#[test]
+fn a_cgroup_with_a_damaged_name_opts_out() {
+    let tree = Tree::new();
+    tree.cgroup("a");
+    tree.process(5, b"a", None, 0, "0::/a\n");
+    tree.process(6, b"a", None, 0, "0::/a/x\u{fffd}\n");
+    let of = |pid| resolve_without(&by_pid(&[pid]), &tree.roots, &[]).unwrap()[0].cgroups.opt_outs.len();
+    assert_eq!([of(5), of(6)], [0, 1]);
+}
+
 /// Looking for attributes and limits of a cgroup takes time for each of its levels, so of deep ones we read nothing.
 #[test]
 fn a_process_in_a_cgroup_that_we_cannot_read_is_left_alone_whatever_is_overridden() {
