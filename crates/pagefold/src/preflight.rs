@@ -48,6 +48,10 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
 /// enters the host's cgroup namespace.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
+    if fs::read("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim_ascii() == b"3") {
+        let why = "nobody may read other programs' memory while kernel.yama.ptrace_scope is 3";
+        return Err(Exit::new(exit::NOT_PERMITTED, format!("{why}; boot with a lower value")));
+    }
     let missing = missing(&READING).map_err(|error| refused(&error))?;
     if missing.is_empty() {
         see_cgroups();

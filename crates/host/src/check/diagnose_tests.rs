@@ -69,7 +69,7 @@ fn each_problem_in_a_file_makes_one_finding() {
         ("proc/self/status", limited, "capabilities", Blocker),
         ("proc/self/status", user, "capabilities", Blocker),
         ("proc/self/status", filtered, "seccomp", Warning),
-        ("proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", Warning),
+        ("proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", Blocker),
         ("sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never", "huge-pages", Note),
         ("sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none", "511", "khugepaged", Note),
         ("proc/sys/vm/max_map_count", "4096", "map-count", Warning),

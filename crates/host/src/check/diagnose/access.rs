@@ -59,10 +59,10 @@ pub(super) fn ksm_stat(facts: &MachineFacts) -> Finding {
 
 pub(super) fn ptrace(facts: &MachineFacts) -> Finding {
     match facts.ptrace_scope {
-        Fact::Is(3) => warning(
+        Fact::Is(3) => blocker(
             "ptrace is disabled until the next boot (yama ptrace_scope is 3)",
-            "running programs cannot be marked",
-            "start programs with `pagefold exec`, or boot with kernel.yama.ptrace_scope below 3",
+            "nobody may read other programs' memory, or mark it",
+            "boot with kernel.yama.ptrace_scope below 3; to have ksmd merge a program's memory all the same, start it with `pagefold exec`",
         ),
         Fact::Is(scope @ 1..) => ok(format!("ptrace is allowed with CAP_SYS_PTRACE (yama ptrace_scope is {scope})")),
         Fact::Is(0) | Fact::Absent => ok("ptrace is allowed"),
