@@ -101,6 +101,10 @@ fn check_run(settings: &Settings) -> Result<(), Exit> {
     for selector in settings.scope.spec().0 {
         match selector.resolve(&Roots::default()) {
             Ok(_) | Err(ScopeError::NoCgroup(_)) => {}
+            // The exit code NO_SCOPE would have the service skipped in silence.
+            Err(error @ ScopeError::UnknownUser(_)) => {
+                return Err(Exit::new(exit::USAGE, explain(&error).to_string()));
+            }
             Err(error) => return Err(explain(&error)),
         }
     }
@@ -236,7 +240,7 @@ mod tests {
             check_run(&Settings::of_options(&RunArgs::default(), None, options).unwrap()).unwrap_err()
         };
         let user = refused("[scope]\nusers = [\"nosuchuser\"]\n");
-        assert!(user.code == exit::NO_SCOPE && user.line.contains("no user nosuchuser"), "{user}");
+        assert!(user.code == exit::USAGE && user.line.contains("no user nosuchuser"), "{user}");
         assert!(refused("[fleet]\ndirectory = \"/\"\n").line.contains("need the fleet's key"));
         for key in ["[history]\npath", "[history]\nlearned", "[metrics]\ntextfile", "[audit]\nfile"] {
             let error = refused(&format!("{key} = \"{}\"\n", missing.display()));
