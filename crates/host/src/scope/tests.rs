@@ -371,13 +371,13 @@ fn the_root_of_a_container_gives_it_no_domain() {
 
 /// We know no path for a cgroup whose name isn't UTF-8, so we can't see whether it opts its processes out.
 #[test]
-fn a_cgroup_with_a_damaged_name_opts_out() {
+fn the_attributes_of_a_cgroup_with_a_damaged_name_are_unknown() {
     let tree = Tree::new();
     tree.cgroup("a");
     tree.process(5, b"a", None, 0, "0::/a\n");
     tree.process(6, b"a", None, 0, "0::/a/x\u{fffd}\n");
-    let of = |pid| resolve_without(&by_pid(&[pid]), &tree.roots, &[]).unwrap()[0].cgroups.opt_outs.len();
-    assert_eq!([of(5), of(6)], [0, 1]);
+    let is_known = |pid| resolve_without(&by_pid(&[pid]), &tree.roots, &[]).unwrap()[0].cgroups.unreadable.is_none();
+    assert!(is_known(5) && !is_known(6));
 }
 
 /// Looking for attributes and limits of a cgroup takes time for each of its levels, so of deep ones we read nothing.
