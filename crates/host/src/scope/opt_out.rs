@@ -77,10 +77,12 @@ pub enum OptOut {
 }
 
 impl OptOut {
-    /// Whether this is the name of the unit, virtual machine or cgroup that has opted out.
+    /// Whether this is the name of the unit, virtual machine or cgroup that has opted out. Where we can't read a user's
+    /// files, the user's manager stands for all of the user's cgroups, which change with each container.
     pub fn is_called(&self, name: &str) -> bool {
         match self {
-            Self::Attribute { cgroup } | Self::Unknown { cgroup } => cgroup == name,
+            Self::Attribute { cgroup } => cgroup == name,
+            Self::Unknown { cgroup } => cgroup == name || users_manager(cgroup).is_some_and(|manager| manager == name),
             Self::Unit { unit, .. } => unit == name,
             Self::Guest { vmid, .. } => vmid == name,
             Self::CommandLine { guest, .. } => guest.as_deref() == Some(name),
@@ -103,7 +105,13 @@ impl fmt::Display for OptOut {
                 write!(f, "the command line of its virtual machine {} has {option}", shown(guest))
             }
             Self::Unknown { cgroup } => {
-                write!(f, "the files that say whether {} may be merged cannot be read", shown(cgroup))
+                write!(f, "the files that say whether {} may be merged cannot be read", shown(cgroup))?;
+                match users_manager(cgroup) {
+                    Some(manager) => {
+                        write!(f, "; --override-opt-out {manager} merges this user's programs all the same")
+                    }
+                    None => Ok(()),
+                }
             }
         }
     }
@@ -285,6 +293,11 @@ impl Whose {
             None => Self::System,
         }
     }
+}
+
+/// The unit of the manager of the user whose cgroup this is.
+fn users_manager(cgroup: &str) -> Option<String> {
+    opt_out_unit::user_of(cgroup).map(|uid| format!("user@{uid}.service"))
 }
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]

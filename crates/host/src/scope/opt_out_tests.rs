@@ -357,6 +357,12 @@ fn opt_outs_are_overridden_one_by_one() {
     let attribute = OptOut::Attribute { cgroup: "/sys/fs/cgroup/a".to_owned() };
     assert!(attribute.is_called("/sys/fs/cgroup/a") && !attribute.is_called("a"));
     assert!(!by_command_line("x", None).is_called(""));
+    let cgroup = "/user.slice/user-1000.slice/user@1000.service/app.slice/a.service".to_owned();
+    let unknown = OptOut::Unknown { cgroup: cgroup.clone() };
+    assert!(unknown.is_called(&cgroup) && unknown.is_called("user@1000.service") && !unknown.is_called("a.service"));
+    assert!(
+        unknown.to_string().ends_with("--override-opt-out user@1000.service merges this user's programs all the same")
+    );
 }
 
 fn key(whose: Whose, path: &str) -> Key {
