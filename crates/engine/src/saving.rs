@@ -343,18 +343,23 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
         last = table.near(last, sample.region, sample.page);
         shared.extend(last.map(|region| (region.view.lineage, sample.page)));
     }
-    let mut unmarked: FxHashMap<LineageKey, Vec<&Region>> = FxHashMap::default();
+    let mut pages: Vec<_> = families.keys().copied().collect();
+    pages.sort_unstable();
     for region in table.iter().filter(|region| region.relatives.is_some()) {
-        if !region.is_marked_whole() && !region.is_named() && !region.survey.is_mostly_unique() {
-            unmarked.entry(region.view.lineage).or_default().push(region);
+        if region.is_marked_whole() || region.is_named() || region.survey.is_mostly_unique() {
+            continue;
+        }
+        let lineage = region.view.lineage;
+        let from = pages.partition_point(|&(other, page, _)| (other, page) < (lineage, region.view.first));
+        let to = pages.partition_point(|&(other, page, _)| (other, page) < (lineage, region.end()));
+        for &(_, page, _) in &pages[from..to] {
+            if !region.is_marked(page) && !region.usage.own.contains(page) {
+                shared.insert((lineage, page));
+            }
         }
     }
     for (&(lineage, page, _), family) in families {
         family.is_frame_kept |= shared.contains(&(lineage, page));
-        for region in unmarked.get(&lineage).into_iter().flatten() {
-            let is_there = region.has(page) && !region.is_marked(page);
-            family.is_frame_kept |= is_there && !region.usage.own.contains(page);
-        }
     }
 }
 

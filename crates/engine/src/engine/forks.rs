@@ -167,10 +167,12 @@ impl Engine {
         }
     }
 
-    /// The older relative of a new region with the most merged pages, which the new region maps, too.
+    /// The older relative of a new region with the most merged pages, which the new region maps, too. `None` also if
+    /// there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
+        let family = self.families.get(child).filter(|family| family.members.len() <= MEMBERS_MOST)?;
         let mut parent: Option<&Region> = None;
-        for &slot in &self.families.get(child)?.members {
+        for &slot in &family.members {
             let Some(region) = self.table.get(slot).filter(|region| region.seen_ns < child.seen_ns) else { continue };
             let is_better = parent.is_none_or(|parent| region.usage.merged.len() > parent.usage.merged.len());
             if is_better && page_in_common(region, child).is_some() {

@@ -81,8 +81,13 @@ impl Engine {
     fn inherit_merged(&mut self, children: &[u32]) {
         let mut inherited = Vec::new();
         for &slot in children {
-            let parent = self.table.get(slot).and_then(|child| self.parent(child));
-            inherited.push((slot, parent.map(|parent| (parent.usage.merged.clone(), parent.usage.readings_due))));
+            let Some(child) = self.table.get(slot) else { continue };
+            let parents = self.parent(child).map(|parent| {
+                let mut merged = parent.usage.merged.clone();
+                merged.keep_only(&(child.view.first..child.end()));
+                (merged, parent.usage.readings_due)
+            });
+            inherited.push((slot, parents));
         }
         for (slot, parents) in inherited {
             let Some(child) = self.table.get_mut(slot) else { continue };
