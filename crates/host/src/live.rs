@@ -9,6 +9,7 @@ mod placing;
 mod reading;
 mod refresh;
 mod requesting;
+mod turns;
 mod unmerging;
 mod withdrawing;
 

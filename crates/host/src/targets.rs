@@ -61,6 +61,8 @@ pub struct Target {
     /// Marks that must go.
     pub pending: Option<PendingUnmark>,
     pub(crate) request: UnmergeRequest,
+    /// When we last refreshed the process, or found it, nanoseconds.
+    pub(crate) refreshed_ns: u64,
     /// When the process came into scope, nanoseconds. `None` if it was in scope when the run began.
     pub(crate) appeared_ns: Option<u64>,
     /// Whether we don't survey the process yet, because similar processes died young.
@@ -93,6 +95,7 @@ impl Target {
             huge: HugeMappings::default(),
             pending: None,
             request: UnmergeRequest::default(),
+            refreshed_ns: 0,
             appeared_ns: None,
             on_probation: false,
             check: LastCheck::default(),

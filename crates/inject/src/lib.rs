@@ -334,12 +334,12 @@ pub fn inject_into(batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
         return Err(InjectError::TimedOut { pid, what: "finish the last call".into() });
     }
     let origin = Origin::of(process);
-    if !calls.is_empty() && !REQUESTS.admits(origin) {
+    if !calls.is_empty() && !REQUESTS.admits(origin, Instant::now()) {
         return Err(InjectError::OthersStalled { pid });
     }
     let began = Instant::now();
     let result = run(process, Some(program), None, calls, limits, true);
-    REQUESTS.charge(origin, began.elapsed());
+    REQUESTS.charge(origin, began.elapsed(), Instant::now());
     result
 }
 

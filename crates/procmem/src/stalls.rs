@@ -45,7 +45,9 @@ pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
 /// Reads of a process's memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
 /// The injector's time that requests for calls take.
-pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())));
+pub static REQUESTS: TimeShares = TimeShares::new(FREE);
+/// The main loop's time that its passes over the targets take.
+pub static PASSES: TimeShares = TimeShares::new(Duration::ZERO);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
@@ -169,27 +171,40 @@ impl Register {
     }
 }
 
-/// The injector's time that the processes of a user or cgroup have taken.
+/// A thread's time that the processes of each user and cgroup have taken.
 #[derive(Debug)]
-pub struct TimeShares(Mutex<Spent>);
+pub struct TimeShares {
+    spent: Mutex<Spent>,
+    /// This much of each request is free.
+    free: Duration,
+}
 
 impl TimeShares {
-    /// Whether a process of this origin may take more of the injector's time now.
-    pub fn admits(&self, origin: Origin) -> bool {
-        locked(&self.0).admits(origin, Instant::now())
+    pub const fn new(free: Duration) -> Self {
+        Self { spent: Mutex::new(Spent(BTreeMap::new())), free }
     }
 
-    /// Records that a request for a process has taken this long. `origin` is from before the request, because the
-    /// process may have ended meanwhile.
-    pub fn charge(&self, origin: Origin, took: Duration) {
-        let took = took.saturating_sub(FREE);
+    /// Whether a process of this origin may take more time now.
+    pub fn admits(&self, origin: Origin, now: Instant) -> bool {
+        self.excess(origin, now) <= BURST
+    }
+
+    /// How far the user or the cgroup has exceeded its part of the time: whichever has by more.
+    pub fn excess(&self, origin: Origin, now: Instant) -> Duration {
+        locked(&self.spent).excess(origin, now)
+    }
+
+    /// Records that a process has taken this long. `origin` is from before, because the process may have ended
+    /// meanwhile.
+    pub fn charge(&self, origin: Origin, took: Duration, now: Instant) {
+        let took = took.saturating_sub(self.free);
         if !took.is_zero() {
-            locked(&self.0).charge(origin, took, Instant::now());
+            locked(&self.spent).charge(origin, took, now);
         }
     }
 }
 
-/// For each user or cgroup: how far it had exceeded its part of the injector's time, and when. The excess shrinks by
+/// For each user or cgroup: how far it had exceeded its part of the time, and when. The excess shrinks by
 /// 1/[`TIME_SHARE`] of the time that passes.
 #[derive(Debug)]
 struct Spent(BTreeMap<Share, (Duration, Instant)>);
@@ -200,8 +215,9 @@ impl Spent {
         level.saturating_sub(now.saturating_duration_since(at) / TIME_SHARE)
     }
 
-    fn admits(&self, origin: Origin, now: Instant) -> bool {
-        origin.shares().into_iter().flatten().all(|share| self.level(share, now) <= BURST)
+    fn excess(&self, origin: Origin, now: Instant) -> Duration {
+        let levels = origin.shares().into_iter().flatten().map(|share| self.level(share, now));
+        levels.max().unwrap_or_default()
     }
 
     fn charge(&mut self, origin: Origin, took: Duration, now: Instant) {
@@ -224,7 +240,7 @@ pub enum Share {
 }
 
 /// Where a process comes from, by facts that its user can't freely choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
     /// root made it, the namespace. `None` for root's own processes: they're many, so only their cgroups count.
@@ -407,7 +423,7 @@ mod tests {
             [|process| from(process, 7), |process| from(7, process.into()), |_| from(0, 7)];
         for origin in origins {
             for attempt in [Duration::from_millis(30), Duration::from_millis(250), Duration::from_millis(2500)] {
-                let mut spent = Spent(BTreeMap::new());
+                let spent = TimeShares::new(Duration::ZERO);
                 let begun = Instant::now();
                 let mut now = begun;
                 let mut taken = Duration::ZERO;
@@ -426,7 +442,7 @@ mod tests {
                 assert!(taken <= MINUTE / TIME_SHARE + BURST + attempt, "{taken:?}");
                 assert!(taken + attempt > MINUTE / TIME_SHARE, "{taken:?}");
                 spent.charge(from(9, 9), attempt, now + MINUTE);
-                assert_eq!(spent.0.len(), 2, "the others are forgotten");
+                assert_eq!(locked(&spent.spent).0.len(), 2, "the others are forgotten");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
-use super::machine::elapsed_ns;
+use super::turns::{Pass, Turn};
 use super::{Event, LiveError, LiveHost};
 use crate::judge::Judge;
 use crate::regions::Tracked;
@@ -19,7 +19,6 @@ use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::{Origin, READS, Share};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
 use tracing::debug;
 
 /// Default time between two refreshes of the targets, nanoseconds.
@@ -28,8 +27,6 @@ pub(super) const INTERVAL_NS: u64 = 250_000_000;
 pub(super) const INTERVAL_MIN_NS: u64 = 10_000_000;
 /// If a refresh is due within this time we do it at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
-/// One refresh takes this long at most, not counting the last target. The next refresh continues with the targets left.
-const PASS_NS: u64 = 250_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
 /// than 75 targets we refresh less often than every `INTERVAL_NS`.
 const UNCHANGED_NS: u64 = 1_000;
@@ -125,8 +122,8 @@ impl Census {
 pub(super) struct Schedule {
     pub(super) interval_ns: u64,
     pub(super) next_ns: u64,
-    /// The first target that the last refresh had no time for; 0 if none.
-    next_pid: i32,
+    /// Whether the last refresh had no time for all targets.
+    is_behind: bool,
     next_forget_ns: u64,
     /// Whether we've checked all processes that were in scope at the start, and so know which of them are marked.
     pub(super) are_all_checked: bool,
@@ -134,7 +131,7 @@ pub(super) struct Schedule {
 
 impl Schedule {
     pub(super) fn new(are_all_checked: bool) -> Self {
-        Self { interval_ns: INTERVAL_NS, next_ns: 0, next_pid: 0, next_forget_ns: 0, are_all_checked }
+        Self { interval_ns: INTERVAL_NS, next_ns: 0, is_behind: false, next_forget_ns: 0, are_all_checked }
     }
 
     fn is_due(&self, now_ns: u64) -> bool {
@@ -175,7 +172,7 @@ impl LiveHost {
         self.add_targets(now_ns)?;
         let mut changed = self.refresh_targets(now_ns);
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
-        if self.schedule.next_pid == 0 {
+        if !self.schedule.is_behind {
             self.schedule.next_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.schedule.interval_ns);
         }
         changed |= self.withdraw_marks(now_ns);
@@ -303,7 +300,9 @@ impl LiveHost {
         let targets = &self.targets;
         let owner = self.discovery.owner_keys.take(|key| targets.values().any(|target| target.owner.0 == key));
         let domain = self.rules.domain_of(&info);
-        Target::new(info, OwnerKey(owner), domain)
+        let mut target = Target::new(info, OwnerKey(owner), domain);
+        target.refreshed_ns = self.cost.now_ns();
+        target
     }
 
     /// Refreshes as many targets as there is time for. Returns whether anything has changed.
@@ -314,15 +313,18 @@ impl LiveHost {
         let mut left_alone = Vec::new();
         self.forget_programs();
         self.forget_domains();
+        let mut turns: Vec<Turn> = self.targets.values().map(|target| Turn::of(target, target.refreshed_ns)).collect();
+        turns.sort_unstable();
         let mut census = Census::of(&self.targets);
         let mut judge = Judge::new(&mut self.rules, &self.history);
-        let began = Instant::now();
-        let first = std::mem::take(&mut self.schedule.next_pid);
-        for (&pid, target) in self.targets.range_mut(first..) {
-            if elapsed_ns(began) > PASS_NS {
-                self.schedule.next_pid = pid;
+        let mut pass = Pass::begin();
+        self.schedule.is_behind = false;
+        for Turn { pid, .. } in turns {
+            if pass.is_over() {
+                self.schedule.is_behind = true;
                 break;
             }
+            let Some(target) = self.targets.get_mut(&pid) else { continue };
             let in_use = &self.regions.pids;
             let keys = &mut self.regions.keys;
             let regions = target.regions.len();
@@ -330,6 +332,7 @@ impl LiveHost {
             let refreshed = target.refresh(now_ns, processes, &mut judge, || {
                 RegionKey(keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
+            target.refreshed_ns = now_ns + pass.charge(target.origin);
             if target.regions.len() > regions {
                 census.grow(target.origin, regions, target.regions.len());
             }
@@ -358,7 +361,7 @@ impl LiveHost {
                 }
             }
         }
-        self.schedule.are_all_checked |= self.schedule.next_pid == 0 && self.are_checked(now_ns);
+        self.schedule.are_all_checked |= self.are_checked(now_ns);
         for (pid, why) in left_alone {
             self.report_left_alone(pid, why);
         }
