@@ -20,7 +20,6 @@ pub use unmerging::{RequestRefusal, Unmerging};
 use self::actuator::{Actuator, InjectorCost, KsmControl};
 use self::limits::CgroupLimits;
 use self::machine::{CostMeter, MachineMonitor};
-use self::marking::SlowOrigins;
 use self::placing::Placing;
 use self::refresh::{Discovery, RegionList, Schedule};
 use self::requesting::Requesting;
@@ -140,7 +139,6 @@ pub struct LiveHost {
     cost: CostMeter,
     /// `None` in a dry run, which changes nothing.
     actuator: Option<Actuator>,
-    slow: SlowOrigins,
     withdrawing: Withdrawing,
     limits: CgroupLimits,
     placing: Placing,
@@ -210,7 +208,6 @@ impl LiveHost {
             machine: MachineMonitor::open(ksm, &rules.roots.proc)?,
             cost: CostMeter::start(ksmd),
             actuator,
-            slow: SlowOrigins::default(),
             withdrawing: Withdrawing::default(),
             limits: CgroupLimits::default(),
             placing: Placing::new(),

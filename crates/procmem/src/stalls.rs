@@ -255,12 +255,6 @@ impl Origin {
         [self.user, self.cgroup]
     }
 
-    /// Whether two processes belong to one user, or are in one cgroup.
-    pub fn shares_with(self, other: Self) -> bool {
-        let mut shares = self.shares().into_iter().zip(other.shares());
-        shares.any(|(own, others)| own.is_some() && own == others)
-    }
-
     pub fn of(process: &Process) -> Self {
         let cgroups = process.read_file("cgroup").unwrap_or_else(|_| b"unreadable".to_vec());
         let user = match user_namespace(process) {

@@ -2,7 +2,7 @@
 //! with MADV_MERGEABLE or MADV_UNMERGEABLE.
 
 use super::LiveHost;
-use super::machine::elapsed_ns;
+use super::turns::{Pass, comes_last};
 use crate::judge::Judge;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use crate::targets::Marks;
@@ -18,7 +18,7 @@ use pagefold_procmem::maps::{Names, VmaDetail, each_mapping, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::Origin;
+use pagefold_procmem::stalls::PASSES;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -28,42 +28,12 @@ use std::time::Instant;
 /// holds the mmap lock.
 const MARK_NS: u64 = 250_000_000;
 
-/// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
-const PASS_NS: u64 = 250_000_000;
-/// If changing the marks of a process takes longer than `SLOW_NS`, all processes of its user and of its cgroup come
-/// last for `LAST_NS`, nanoseconds.
-const SLOW_NS: u64 = 100_000_000;
-const LAST_NS: u64 = 60_000_000_000;
-
 /// A list of at least `MANY_MAPPINGS` may lack empty mappings, so we count all mappings of the process before we split
 /// any. We leave the process `SPARE_MAPPINGS` below the kernel's limit: at the limit, its own mmap(2) would fail.
 const MANY_MAPPINGS: usize = 2_048;
 const SPARE_MAPPINGS: usize = 1_024;
 /// The kernel's default of `vm.max_map_count`.
 const DEFAULT_MAPPINGS_MOST: usize = 65_530;
-
-/// The users and cgroups of slow processes, each with the time until which its processes come last.
-#[derive(Debug, Default)]
-pub(super) struct SlowOrigins(Vec<(Origin, u64)>);
-
-impl SlowOrigins {
-    pub(super) fn forget(&mut self, now_ns: u64) {
-        self.0.retain(|&(_, until_ns)| now_ns < until_ns);
-    }
-
-    pub(super) fn has(&self, target: &Target) -> bool {
-        if self.0.is_empty() {
-            return false;
-        }
-        self.0.iter().any(|(slow, _)| target.origin.shares_with(*slow))
-    }
-
-    /// If changing the marks of a process took too long, records its user and cgroup.
-    pub(super) fn note(&mut self, target: Option<&Target>, took_ns: u64, now_ns: u64) {
-        let Some(target) = target.filter(|target| took_ns > SLOW_NS && !self.has(target)) else { return };
-        self.0.push((target.origin, now_ns + LAST_NS));
-    }
-}
 
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
@@ -236,18 +206,16 @@ impl LiveHost {
                 None => by_pid.push((pid, vec![at])),
             }
         }
-        let began = Instant::now();
-        self.slow.forget(self.now_ns());
-        by_pid.sort_by_cached_key(|(pid, _)| self.targets.get(pid).is_some_and(|target| self.slow.has(target)));
+        let mut pass = Pass::begin();
+        by_pid.sort_by_cached_key(|(pid, _)| self.targets.get(pid).is_some_and(comes_last));
         for (pid, wanted) in by_pid {
-            let before_ns = elapsed_ns(began);
-            if before_ns > PASS_NS {
+            let Some(origin) = self.targets.get(&pid).map(|target| target.origin) else { continue };
+            if pass.is_over() {
                 all.set(wanted, Marking::Busy);
                 continue;
             }
             self.change_process(pid, &wanted, &mut all, outcome);
-            let now_ns = self.now_ns();
-            self.slow.note(self.targets.get(&pid), elapsed_ns(began) - before_ns, now_ns);
+            pass.charge(origin);
         }
         changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
@@ -308,10 +276,9 @@ impl LiveHost {
     }
 
     /// Whether there are marks that must go and that we haven't tried to remove yet. As long as there are, we make no
-    /// new ones.
+    /// new ones. A user or cgroup that has used up its part of the time can't hold up others in this way.
     pub(super) fn must_unmark_first(&self) -> bool {
-        let mut pending = self.targets.values().filter_map(|target| target.pending.as_ref());
-        self.actuator.is_some() && pending.any(|pending| !pending.was_tried)
+        self.actuator.is_some() && self.targets.values().any(must_be_unmarked_first)
     }
 
     /// Whether memory of a trust domain other than the merged one is still marked, or may be. ksmd would merge both
@@ -409,6 +376,10 @@ impl LiveHost {
             }
         }
     }
+}
+
+fn must_be_unmarked_first(target: &Target) -> bool {
+    target.pending.as_ref().is_some_and(|pending| !pending.was_tried) && PASSES.admits(target.origin, Instant::now())
 }
 
 /// The result of a change that needs several calls, if one of them fails with this error.

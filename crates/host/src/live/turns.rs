@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 const PASS_NS: u64 = 250_000_000;
 /// We don't charge anybody for less than this, nanoseconds. Looking at an unchanged process takes 1 us.
 const CHARGED_FROM_NS: u64 = 20_000;
+/// If changing the marks of processes of a user or cgroup has just taken this much more than its part of the time, we
+/// change the marks of its other processes last.
+const SLOW: Duration = Duration::from_millis(100);
 
 /// The place of a process in the order of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,6 +33,11 @@ impl Turn {
     fn by(shares: &TimeShares, origin: Origin, now: Instant, since_ns: u64, pid: i32) -> Self {
         Self { excess: shares.excess(origin, now), since_ns, pid }
     }
+}
+
+/// Whether the processes of a user or cgroup come last where something else decides on the order.
+pub(super) fn comes_last(target: &Target) -> bool {
+    PASSES.excess(target.origin, Instant::now()) > SLOW
 }
 
 /// A pass that's under way.

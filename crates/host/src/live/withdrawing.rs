@@ -3,7 +3,7 @@
 //! The engine doesn't decide about such marks, and may not know the region any more. We remove them at each refresh of
 //! the targets, before we mark anything else, and even while the run is paused or has given KSM up.
 
-use super::machine::elapsed_ns;
+use super::turns::{Pass, Turn};
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
 use crate::targets::Marks;
@@ -20,10 +20,7 @@ use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
 
-/// One refresh spends this long on removing marks at most, not counting the last process, nanoseconds.
-const PASS_NS: u64 = 250_000_000;
 /// The key for regions that the engine doesn't know.
 const NO_REGION: RegionKey = RegionKey(0);
 
@@ -45,20 +42,8 @@ enum Try {
 pub(super) struct Withdrawing {
     /// The tries to remove marks that haven't ended yet, by pid.
     pub(super) jobs: BTreeMap<i32, WithdrawJob>,
-    /// The process where the last pass ended.
-    last_pid: i32,
     /// Marks that we withdrew and the engine hasn't accounted for yet.
     pub(super) outcome: Outcome,
-}
-
-/// The place of a process in the order of a pass. Processes of slow users and cgroups come last. Of the rest, the ones
-/// that we never tried come first, and otherwise we begin after the process where the last pass ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Turn {
-    is_slow: bool,
-    was_tried: bool,
-    is_next_round: bool,
-    pid: i32,
 }
 
 type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
@@ -83,20 +68,18 @@ impl LiveHost {
         if self.actuator.is_none() {
             return false;
         }
-        let began = Instant::now();
+        let mut pass = Pass::begin();
         let mut changed = false;
         for Turn { pid, .. } in self.turns(now_ns) {
-            let before_ns = elapsed_ns(began);
+            let Some(origin) = self.targets.get(&pid).map(|target| target.origin) else { continue };
             let mut result = Try::Again;
-            while result == Try::Again && elapsed_ns(began) <= PASS_NS {
+            while result == Try::Again && !pass.is_over() {
                 result = self.withdraw_from(pid, now_ns);
                 changed |= result != Try::Nothing;
             }
-            let spent_ns = elapsed_ns(began);
-            self.slow.note(self.targets.get(&pid), spent_ns - before_ns, now_ns);
-            if spent_ns > PASS_NS {
+            pass.charge(origin);
+            if pass.is_over() {
                 // We go on at once, because we mark nothing as long as there are marks that we haven't tried to remove.
-                self.withdrawing.last_pid = pid;
                 self.schedule.next_ns = 0;
                 break;
             }
@@ -104,18 +87,13 @@ impl LiveHost {
         changed
     }
 
-    /// The processes whose marks must go now, in the order in which we try them.
+    /// The processes whose marks must go now, in the order in which we try them. Untried ones wait since the first pass
+    /// that found them, others since their next try was due.
     fn turns(&mut self, now_ns: u64) -> Vec<Turn> {
-        self.slow.forget(now_ns);
         let mut turns = Vec::new();
-        for (&pid, target) in &self.targets {
-            let Some(pending) = &target.pending else { continue };
-            if !target.unmark_is_due(now_ns) {
-                continue;
-            }
-            let is_slow = self.slow.has(target);
-            let is_next_round = pid <= self.withdrawing.last_pid;
-            turns.push(Turn { is_slow, was_tried: pending.was_tried, is_next_round, pid });
+        for target in self.targets.values_mut().filter(|target| target.unmark_is_due(now_ns)) {
+            let since_ns = target.waits_to_unmark_since(now_ns);
+            turns.push(Turn::of(target, since_ns));
         }
         turns.sort_unstable();
         turns
@@ -276,26 +254,4 @@ fn mark_state(process: &Process, marks: Marks) -> Result<MarkState, ReadError> {
         return Ok(MarkState::new(&[], KsmStat { merge_any: false, ..stat }));
     }
     Ok(MarkState::new(&details, stat))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// However many slow processes a user has, we try the others' in each pass, and each slow one in its turn.
-    #[test]
-    fn slow_processes_come_last_and_new_ones_first() {
-        let turn = |pid, is_slow, was_tried| Turn { is_slow, was_tried, is_next_round: pid <= 20, pid };
-        let mut turns = [
-            turn(10, true, true),
-            turn(20, true, true),
-            turn(30, true, true),
-            turn(40, true, false),
-            turn(15, false, true),
-            turn(50, false, true),
-            turn(60, false, false),
-        ];
-        turns.sort_unstable();
-        assert_eq!(turns.map(|turn| turn.pid), [60, 50, 15, 40, 30, 10, 20]);
-    }
 }

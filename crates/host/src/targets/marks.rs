@@ -139,6 +139,15 @@ impl Target {
         self.pending.as_ref().is_some_and(|pending| now_ns >= pending.next_ns)
     }
 
+    /// Since when we could have removed the marks that must go: since now, if nobody has asked before.
+    pub(crate) fn waits_to_unmark_since(&mut self, now_ns: u64) -> u64 {
+        let Some(pending) = &mut self.pending else { return now_ns };
+        if pending.next_ns == 0 {
+            pending.next_ns = now_ns;
+        }
+        pending.next_ns
+    }
+
     /// Puts off the next try to remove marks.
     pub(crate) fn put_off(&mut self, now_ns: u64, problem: UnmergeError) {
         if let Some(pending) = &mut self.pending {
