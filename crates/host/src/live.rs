@@ -199,6 +199,7 @@ impl LiveHost {
             targets: BTreeMap::new(),
             discovery: Discovery {
                 has_begun: false,
+                is_complete: false,
                 new_processes: NewProcesses::new(&rules.roots),
                 owner_keys: KeyCounter::default(),
             },

@@ -144,6 +144,8 @@ impl Schedule {
 pub(super) struct Discovery {
     /// Whether we've looked for processes already.
     pub(super) has_begun: bool,
+    /// Whether we've examined all processes that were there at the start.
+    pub(super) is_complete: bool,
     pub(super) new_processes: NewProcesses,
     pub(super) owner_keys: KeyCounter,
 }
@@ -172,7 +174,7 @@ impl LiveHost {
         self.add_targets(now_ns)?;
         let mut changed = self.refresh_targets(now_ns);
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
-        if !self.schedule.is_behind {
+        if !self.schedule.is_behind && self.discovery.new_processes.has_examined_all() {
             self.schedule.next_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.schedule.interval_ns);
         }
         changed |= self.withdraw_marks(now_ns);
@@ -224,6 +226,10 @@ impl LiveHost {
                 Err(error) => return Err(error.into()),
             }
         };
+        // If there are many processes at the start, we need several calls to find them.
+        let are_old = !self.discovery.is_complete;
+        let has_examined_all = self.discovery.new_processes.has_examined_all();
+        self.discovery.is_complete |= has_examined_all || now_ns >= FIRST_CHECKS_NS;
         if found.is_empty() {
             self.add_marked_forks();
             return Ok(());
@@ -250,7 +256,7 @@ impl LiveHost {
                 continue;
             }
             census.add_target(target.origin);
-            target.appeared_ns = if is_first { None } else { Some(now_ns) };
+            target.appeared_ns = if are_old { None } else { Some(now_ns) };
             let pid = target.pid();
             debug!(target: "scope", pid, name = %target.info.name, domain = target.domain.0, "in scope");
             self.discovery.new_processes.join(pid);
@@ -375,7 +381,7 @@ impl LiveHost {
     /// can delay such a check for long, and an exec leaves no marks.
     fn are_checked(&self, now_ns: u64) -> bool {
         let is_checked = |target: &Target| target.appeared_ns.is_some() || target.image().is_some();
-        now_ns >= FIRST_CHECKS_NS || self.targets.values().all(is_checked)
+        now_ns >= FIRST_CHECKS_NS || self.discovery.is_complete && self.targets.values().all(is_checked)
     }
 
     /// Removes a target whose process has ended.

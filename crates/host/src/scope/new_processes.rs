@@ -6,15 +6,21 @@
 //!
 //! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So we examine
 //! it repeatedly for some seconds. If an older process comes into scope, the next full pass finds it.
+//!
+//! A call examines processes for [`MOST`] at most, and the next call goes on with the others.
 
-use crate::scope::{ProcessInfo, ScopeError, ScopeSpec, resolve_among};
+use crate::scope::{ProcessInfo, ScopeError, ScopeSpec, Selection};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
+/// One call examines processes for this long at most, not counting the last one: users can make that slow, by files of
+/// units, for example.
+const MOST: Duration = Duration::from_millis(250);
 /// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
 /// Cost of reading the list, nanoseconds per process. Reading may take 1/`LIST_SHARE` of the time: on a machine with
@@ -39,10 +45,13 @@ pub struct NewProcesses {
     last_pid: Option<Vec<u8>>,
     /// Processes out of scope, with the time when we first saw them.
     outside: HashMap<i32, u64>,
-    /// Processes of `outside` that we first saw after the last [`Self::take_first_seen`].
+    /// Processes of `outside` that we first examined after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
     /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many.
     turned_away: HashSet<i32>,
+    /// Processes of `outside` that we had no time to examine, and the order in which we'll do so.
+    postponed: HashMap<i32, usize>,
+    most: Duration,
     /// Whether we must read the next list in any case, for example because processes of `outside` are new.
     unsettled: bool,
     listed_ns: u64,
@@ -60,6 +69,8 @@ impl NewProcesses {
             outside: HashMap::new(),
             first_seen: Vec::new(),
             turned_away: HashSet::new(),
+            postponed: HashMap::new(),
+            most: MOST,
             unsettled: true,
             listed_ns: 0,
             next_list_ns: 0,
@@ -99,7 +110,12 @@ impl NewProcesses {
         self.turned_away.len()
     }
 
-    /// The processes that we've seen for the first time since the last call.
+    /// Whether we've examined all processes of the last list that we had to examine.
+    pub fn has_examined_all(&self) -> bool {
+        self.postponed.is_empty()
+    }
+
+    /// The processes that we've seen and examined for the first time since the last call.
     pub fn take_first_seen(&mut self) -> Vec<i32> {
         std::mem::take(&mut self.first_seen)
     }
@@ -120,9 +136,11 @@ impl NewProcesses {
             return Ok(Vec::new());
         }
         let before_ns = own_cpu_ns();
+        let began = Instant::now();
+        let mut selection = Selection::of_existing(&spec.0, roots);
         let mut outside = HashMap::with_capacity(self.outside.len());
         let mut listed = 0;
-        let found = resolve_among(spec, roots, |pid| {
+        let candidates = selection.candidates(|pid| {
             listed += 1;
             if known(pid) {
                 return false;
@@ -130,16 +148,37 @@ impl NewProcesses {
             let since_ns = self.outside.get(&pid).copied().unwrap_or(now_ns);
             outside.insert(pid, since_ns);
             // We examine each process at least twice, even if we first saw it in the last list long ago.
-            full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
+            let is_new = now_ns < since_ns + NEW_NS || since_ns == self.listed_ns;
+            full || is_new || self.postponed.contains_key(&pid)
         })?;
-        self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
-        self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
+        let mut candidates: Vec<i32> = candidates.into_iter().collect();
+        candidates.sort_by_key(|pid| {
+            let place = self.postponed.get(pid).copied().unwrap_or(usize::MAX);
+            (!selection.is_named(*pid), place, outside.get(pid).copied())
+        });
+        let mut found = Vec::new();
+        let mut postponed = HashMap::new();
+        for (at, pid) in candidates.into_iter().enumerate() {
+            if at > 0 && began.elapsed() >= self.most && !selection.is_named(pid) {
+                postponed.insert(pid, at);
+            } else {
+                found.extend(selection.find(pid)?);
+            }
+        }
+        let is_first_seen = |pid: &&i32| !self.outside.contains_key(pid) || self.postponed.contains_key(pid);
+        let examined = outside.keys().filter(|pid| !postponed.contains_key(pid));
+        self.first_seen.extend(examined.filter(is_first_seen));
+        self.unsettled = !postponed.is_empty() || outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
         // A full pass finds them again if they're still in scope, and then our caller decides about them.
         self.turned_away.retain(|pid| !full && outside.contains_key(pid));
         self.outside = outside;
         self.last_pid = last_pid;
         self.listed_ns = now_ns;
-        self.next_list_ns = now_ns + (listed * LIST_NS * LIST_SHARE).min(LIST_MAX_NS);
+        self.next_list_ns = now_ns;
+        if postponed.is_empty() {
+            self.next_list_ns += (listed * LIST_NS * LIST_SHARE).min(LIST_MAX_NS);
+        }
+        self.postponed = postponed;
         if full {
             let spent_ns = own_cpu_ns() - before_ns;
             self.next_full_ns = now_ns + (spent_ns * FULL_SHARE).clamp(FULL_MIN_NS, FULL_MAX_NS);

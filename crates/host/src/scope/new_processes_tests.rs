@@ -142,3 +142,23 @@ fn processes_that_are_too_many_are_counted_until_they_end_or_leave_the_scope() {
     }
     assert_eq!(machine.new_processes.turned_away(), 1);
 }
+
+#[test]
+fn a_call_examines_only_as_many_processes_as_it_has_time_for() {
+    let mut machine = Machine::new(true);
+    machine.new_processes.most = Duration::ZERO;
+    for pid in [20, 21, 22] {
+        machine.start(pid, "/bin/meant");
+    }
+    let mut found = Vec::new();
+    for call in 0..3 {
+        assert_eq!(machine.new_processes.has_examined_all(), call == 0);
+        // New processes come later, and so do others that we only examine again.
+        machine.start(30 + call, "/bin/other");
+        found.extend(machine.find(0));
+    }
+    assert_eq!(found, [20, 21, 22]);
+    machine.new_processes.most = MOST;
+    assert_eq!(machine.find(0), [20, 21, 22], "its caller hasn't taken them");
+    assert!(machine.new_processes.has_examined_all());
+}

@@ -19,6 +19,7 @@ use pagefold_procmem::file_id::Found;
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::os::locked;
+use pagefold_procmem::stalls::{Origin, Share, TimeShares};
 use pagefold_text::escape::printable;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use std::collections::BTreeMap;
@@ -293,6 +294,14 @@ impl Whose {
             None => Self::System,
         }
     }
+
+    /// Root's own files have no limit.
+    fn origin(self) -> Origin {
+        match self {
+            Self::User(uid) => Origin { user: Some(Share::User(uid)), cgroup: None },
+            Self::System | Self::Guests => Origin::default(),
+        }
+    }
 }
 
 /// The unit of the manager of the user whose cgroup this is.
@@ -320,6 +329,10 @@ impl Entry {
     }
 }
 
+/// The time that reading the files of each user takes. Once a user has used up its part of the time, cgroups that are
+/// new to us count as opted out.
+static FILES: TimeShares = TimeShares::new(Duration::ZERO);
+
 impl Known {
     fn get(&self, key: Key, now: Instant, read: impl FnOnce() -> Vec<OptOut> + Send + 'static) -> Vec<OptOut> {
         let unknown = vec![OptOut::Unknown { cgroup: key.path.clone() }];
@@ -340,10 +353,12 @@ impl Known {
                 others += u32::from(now < entry.next);
             }
         }
-        if late >= LATE_MOST {
+        let origin = key.whose.origin();
+        if late >= LATE_MOST || !FILES.admits(origin, now) {
             return before.unwrap_or(unknown);
         }
         // We wait no longer than we do for a process that doesn't answer.
+        let began = Instant::now();
         let entry = match run_abandonable(move || {
             let before_ns = thread_cpu_ns();
             (read(), Duration::from_nanos(thread_cpu_ns().saturating_sub(before_ns)))
@@ -356,6 +371,7 @@ impl Known {
             }
             Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
         };
+        FILES.charge(origin, began.elapsed(), now);
         let found = entry.found.clone().unwrap_or(unknown);
         let mut entries = locked(&self.0);
         if entries.len() >= REMEMBERED {

@@ -441,6 +441,30 @@ fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
     assert_eq!(known.get(key(Whose::User(1000), "/user/0"), now + PAUSE, Vec::new), []);
 }
 
+/// However many cgroups a user has, and however long its files take.
+#[test]
+fn a_users_files_take_a_share_of_the_time() {
+    let known = Known(Mutex::default());
+    let now = Instant::now();
+    let mut read = 0;
+    for number in 0..100 {
+        let path = format!("/user/{number}");
+        let found = known.get(key(Whose::User(7001), &path), now, || {
+            let end = Instant::now() + Duration::from_millis(100);
+            while Instant::now() < end {}
+            Vec::new()
+        });
+        match &found[..] {
+            [] => read += 1,
+            found => assert_eq!(found, [OptOut::Unknown { cgroup: path }]),
+        }
+    }
+    assert!((1..=11).contains(&read), "{read}");
+    assert_eq!(known.get(key(Whose::User(7002), "/a"), now, Vec::new), []);
+    assert_eq!(known.get(key(Whose::System, "/a"), now, Vec::new), []);
+    assert_eq!(known.get(key(Whose::User(7001), "/user/99"), now + Duration::from_secs(60), Vec::new), []);
+}
+
 #[test]
 fn both_hierarchies_of_systemd_count_once() {
     let root = Root::new();

@@ -75,10 +75,19 @@ impl Selection {
     }
 
     /// The processes in scope, by ascending pid: the named ones, and others that `is_candidate` accepts.
-    pub(super) fn resolve(
+    pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<ProcessInfo>, ScopeError> {
+        let mut found = Vec::new();
+        for pid in self.candidates(is_candidate)? {
+            found.extend(self.find(pid)?);
+        }
+        Ok(found)
+    }
+
+    /// The processes that may be in scope: the named ones, and others that `is_candidate` accepts.
+    pub(super) fn candidates(
         &mut self,
         mut is_candidate: impl FnMut(i32) -> bool,
-    ) -> Result<Vec<ProcessInfo>, ScopeError> {
+    ) -> Result<BTreeSet<i32>, ScopeError> {
         let is_selective = self.matchers.iter().flatten().any(|matcher| !matches!(matcher, Matcher::Pid(_)));
         let has_descendants = self.for_undoing && !self.named.is_empty();
         let mut others = if is_selective || has_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
@@ -92,18 +101,22 @@ impl Selection {
         } else {
             pids.extend(self.descendants.keys());
         }
-        let mut found = Vec::new();
-        for pid in pids {
-            let is_named = self.named.contains(&pid);
-            match self.examine(pid) {
-                Ok(Some(info)) => found.push(info),
-                Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
-                Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
-                // The process is out of scope, has just ended, or is hidden (proc mounted with hidepid).
-                Ok(_) | Err(_) => {}
-            }
+        Ok(pids)
+    }
+
+    /// The process, if it's in scope.
+    pub(super) fn find(&mut self, pid: i32) -> Result<Option<ProcessInfo>, ScopeError> {
+        match self.examine(pid) {
+            Ok(found) => Ok(found),
+            Err(ReadError::Vanished { .. }) if self.is_named(pid) => Err(ScopeError::UnknownPid(pid)),
+            Err(source) if self.is_named(pid) => Err(ScopeError::Unreadable { pid, source }),
+            // The process has just ended, or is hidden (proc mounted with hidepid).
+            Err(_) => Ok(None),
         }
-        Ok(found)
+    }
+
+    pub(super) fn is_named(&self, pid: i32) -> bool {
+        self.named.contains(&pid)
     }
 
     /// The descendants of named processes, among `pids` only, each with the named process. We leave out descendants
@@ -137,7 +150,7 @@ impl Selection {
 
     /// The process, if it's in scope, or would be if only root could change its executable.
     fn examine(&mut self, pid: i32) -> Result<Option<ProcessInfo>, ReadError> {
-        let is_named = self.named.contains(&pid);
+        let is_named = self.is_named(pid);
         let process = Arc::new(Process::open_at(&self.roots.proc, pid)?);
         let stat = process.stat()?;
         if !is_named && (stat.kernel_thread || stat.is_zombie()) {
