@@ -14,11 +14,12 @@ use pagefold_procmem::os::peer::is_trusted;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{exe_of, program_name};
 use pagefold_text::escape::printable;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs;
-use std::io::Read;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
@@ -167,8 +168,8 @@ impl Exe {
         if file.mount == mount {
             return true;
         }
-        let Ok(mounts) = fs::read("/proc/self/mountinfo") else { return false };
-        self.place.is_some() && self.place.as_deref() == place_of(&mounts, mount)
+        let place = own_mounts(|mounts| place_of(mounts, mount).map(<[u8]>::to_vec));
+        self.place.is_some() && self.place == place.flatten()
     }
 
     /// How the executable matches a selector. `comm` is the command name.
@@ -362,15 +363,62 @@ fn place_seen_by(process: &Process, mount: u64) -> Option<Vec<u8>> {
 
 /// Whether a program provides a mount's file system (FUSE), by `/proc/self/mountinfo`.
 fn is_provided(mount: u64) -> bool {
-    let Ok(text) = fs::read("/proc/self/mountinfo") else { return false };
+    own_mounts(|mounts| is_fuse(mounts, mount)).unwrap_or(false)
+}
+
+fn is_fuse(mountinfo: &[u8], mount: u64) -> bool {
     let number = mount.to_string();
-    for line in text.split(|&byte| byte == b'\n') {
+    for line in mountinfo.split(|&byte| byte == b'\n') {
         let mut words = line.split(|&byte| byte == b' ');
         if words.next() == Some(number.as_bytes()) && words.any(|word| word == b"-") {
             return words.next().is_some_and(|kind| kind.starts_with(b"fuse"));
         }
     }
     false
+}
+
+/// `/proc/self/mountinfo` as we last read it. Users can make it long, by FUSE mounts, so we read it again only when
+/// poll(2) says that the mounts have changed.
+struct Mounts {
+    file: File,
+    text: Vec<u8>,
+}
+
+impl Mounts {
+    fn open() -> io::Result<Self> {
+        let mut mounts = Self { file: File::open("/proc/self/mountinfo")?, text: Vec::new() };
+        mounts.read()?;
+        Ok(mounts)
+    }
+
+    fn read(&mut self) -> io::Result<()> {
+        self.text.clear();
+        self.file.rewind()?;
+        self.file.read_to_end(&mut self.text)?;
+        Ok(())
+    }
+
+    /// Reads the mounts again if they've changed. Returns whether they have.
+    fn refresh(&mut self) -> io::Result<bool> {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let has_changed = poll(&mut [PollFd::new(&self.file, PollFlags::PRI)], Some(&now))? > 0;
+        if has_changed {
+            self.read()?;
+        }
+        Ok(has_changed)
+    }
+}
+
+/// Finds something in our `/proc/self/mountinfo`. `None` if we can't read it.
+fn own_mounts<T>(find: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    static KNOWN: Mutex<Option<Mounts>> = Mutex::new(None);
+    let mut known = locked(&KNOWN);
+    let mounts = match known.take() {
+        Some(mut mounts) => mounts.refresh().map(|_| mounts),
+        None => Mounts::open(),
+    };
+    let mounts = known.insert(mounts.ok()?);
+    Some(find(&mounts.text))
 }
 
 #[cfg(test)]

@@ -244,3 +244,11 @@ fn the_executable_of_a_process_is_identified() {
     assert_eq!(&*exe, std::env::current_exe().unwrap());
     assert_eq!(exe.id(), Some(Found::of_path(&exe).unwrap().id));
 }
+
+/// Another process of this machine may mount something just then, but hardly ten times in a row.
+#[test]
+fn mounts_that_have_not_changed_are_not_read_again() {
+    let mut mounts = Mounts::open().unwrap();
+    assert!(!mounts.text.is_empty());
+    assert!((0..10).any(|_| !mounts.refresh().unwrap()));
+}
