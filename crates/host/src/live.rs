@@ -2,6 +2,7 @@
 
 mod actuator;
 mod collapsing;
+mod forks;
 mod limits;
 mod machine;
 mod marking;
@@ -18,6 +19,7 @@ pub use reading::{Content, Digest, PageContent, Progress};
 pub use unmerging::{RequestRefusal, Unmerging};
 
 use self::actuator::{Actuator, InjectorCost, KsmControl};
+use self::forks::Forks;
 use self::limits::CgroupLimits;
 use self::machine::{CostMeter, MachineMonitor};
 use self::placing::Placing;
@@ -133,6 +135,7 @@ pub struct LiveHost {
     history: ProgramHistory,
     targets: BTreeMap<i32, Target>,
     discovery: Discovery,
+    forks: Forks,
     schedule: Schedule,
     regions: RegionList,
     machine: MachineMonitor,
@@ -203,6 +206,7 @@ impl LiveHost {
                 new_processes: NewProcesses::new(&rules.roots),
                 owner_keys: KeyCounter::default(),
             },
+            forks: Forks::default(),
             schedule: Schedule::new(history.marked.is_empty()),
             history,
             regions: RegionList::default(),

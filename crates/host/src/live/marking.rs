@@ -285,7 +285,9 @@ impl LiveHost {
     /// domains. So until such marks are gone, however long that takes, we mark nothing and let ksmd rest.
     pub(super) fn has_foreign_marks(&self) -> bool {
         let (Some(merged), Some(_)) = (self.rules.merged, &self.actuator) else { return false };
-        !self.schedule.are_all_checked || self.targets.values().any(|target| target.has_foreign_marks(merged))
+        !self.schedule.are_all_checked
+            || self.targets.values().any(|target| target.has_foreign_marks(merged))
+            || self.forks.domains().any(|domain| domain != merged)
     }
 
     /// Checks a process again just before we mark it. Returns whether it still runs the program that we judged, and

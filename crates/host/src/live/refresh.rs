@@ -7,16 +7,14 @@ use crate::regions::Tracked;
 use crate::scope::exclude::Exclusion;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ProcessInfo, ScopeError, Selector};
-use crate::targets::{Marks, Target};
+use crate::targets::Target;
 use pagefold_engine::host::{Mechanism, RegionView};
 use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
 use pagefold_engine::units::{Pages, count};
-use pagefold_procmem::image::image_of;
-use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::{Origin, READS, Share};
+use pagefold_procmem::stalls::{Origin, Share};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use tracing::debug;
@@ -52,13 +50,15 @@ const STRANGERS_MOST: usize = 1_000;
 /// takes about 1 KB, a target up to 30 KB if its paths are long.
 const TARGETS_OF_SHARE_MOST: usize = 4_096;
 const REGIONS_OF_SHARE_MOST: usize = 131_072;
+/// Of one user or cgroup, at most this many processes are targets only until they're unmarked. More wait.
+const FORKS_OF_SHARE_MOST: usize = 256;
 /// All processes with more than `FEW_REGIONS` regions may have `REGIONS_MOST` in all, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
 const REGIONS_MOST: usize = 262_144;
 
 /// How many targets and regions there are.
 #[derive(Debug, Default)]
-struct Census {
+pub(super) struct Census {
     /// The regions of processes with more than [`FEW_REGIONS`].
     in_large_lists: usize,
     by_share: HashMap<Share, ShareCount>,
@@ -68,14 +68,20 @@ struct Census {
 #[derive(Clone, Copy, Debug, Default)]
 struct ShareCount {
     targets: usize,
+    /// Targets that are out of scope.
+    forks: usize,
     regions: usize,
 }
 
 impl Census {
-    fn of(targets: &BTreeMap<i32, Target>) -> Self {
+    pub(super) fn of(targets: &BTreeMap<i32, Target>) -> Self {
         let mut census = Self::default();
         for target in targets.values() {
-            census.add_target(target.origin);
+            if target.request.is_only_reason {
+                census.add_fork(target.origin);
+            } else {
+                census.add_target(target.origin);
+            }
             census.grow(target.origin, 0, target.regions.len());
         }
         census
@@ -84,6 +90,12 @@ impl Census {
     fn add_target(&mut self, origin: Origin) {
         for share in origin.shares().into_iter().flatten() {
             self.by_share.entry(share).or_default().targets += 1;
+        }
+    }
+
+    pub(super) fn add_fork(&mut self, origin: Origin) {
+        for share in origin.shares().into_iter().flatten() {
+            self.by_share.entry(share).or_default().forks += 1;
         }
     }
 
@@ -109,6 +121,10 @@ impl Census {
 
     fn has_room_for_target(&self, origin: Origin) -> bool {
         self.counts(origin).all(|count| count.targets < TARGETS_OF_SHARE_MOST)
+    }
+
+    pub(super) fn has_room_for_fork(&self, origin: Origin) -> bool {
+        self.counts(origin).all(|count| count.forks < FORKS_OF_SHARE_MOST)
     }
 
     fn counts(&self, origin: Origin) -> impl Iterator<Item = ShareCount> {
@@ -266,42 +282,6 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Adds forks of marked programs that aren't targets yet: a fork may change its user or cgroup before we see it, or
-    /// there may be too many targets. A fork inherits the marks, so it's a target until they're gone.
-    fn add_marked_forks(&mut self) {
-        for pid in self.discovery.new_processes.take_first_seen() {
-            if self.actuator.is_none() || self.history.marked.is_empty() || self.targets.contains_key(&pid) {
-                continue;
-            }
-            let Some(info) = self.marked_fork(pid) else { continue };
-            let mut target = self.new_target(info);
-            target.request.is_only_reason = true;
-            target.set_marked();
-            target.request_unmark(Exclusion::OutOfScope, Marks::Mappings);
-            self.targets.insert(pid, target);
-        }
-    }
-
-    /// Reads a process if it's a fork of a program that we marked. Only an exec can make us wait, and a process has no
-    /// marks after an exec, so we skip a process that makes us wait.
-    fn marked_fork(&self, pid: i32) -> Option<ProcessInfo> {
-        let process = Arc::new(Process::open_at(&self.rules.roots.proc, pid).ok()?);
-        if !process.stat().ok()?.only_forked {
-            return None;
-        }
-        READS.admit(&process).ok()?;
-        let same = process.clone();
-        let image = match run_abandonable(move || image_of(&same)) {
-            Ok(image) => image.ok()?,
-            Err(pending) => {
-                READS.hold(&process, pending.alive());
-                return None;
-            }
-        };
-        self.history.marked.domain(image)?;
-        ProcessInfo::of(&process).ok()
-    }
-
     pub(super) fn new_target(&mut self, info: ProcessInfo) -> Target {
         let targets = &self.targets;
         let owner = self.discovery.owner_keys.take(|key| targets.values().any(|target| target.owner.0 == key));
@@ -404,6 +384,7 @@ impl LiveHost {
         }
         let mut needed: HashSet<DomainKey> = self.targets.values().map(|target| target.domain).collect();
         needed.extend(self.history.marked.domains());
+        needed.extend(self.forks.domains());
         needed.extend(self.rules.merged);
         self.rules.domains.keep(|key| needed.contains(&key));
     }
@@ -412,7 +393,7 @@ impl LiveHost {
     fn forget_programs(&mut self) {
         let most = PROGRAMS_MOST.max(self.targets.len() * 2);
         if self.schedule.are_all_checked && self.history.marked.are_more_than(most) {
-            let running = self.targets.values().filter_map(Target::image).collect();
+            let running = self.targets.values().filter_map(Target::image).chain(self.forks.images()).collect();
             self.history.marked.keep(&running, self.rules.domains.names());
         }
     }

@@ -105,6 +105,11 @@ impl NewProcesses {
         self.turned_away.insert(pid);
     }
 
+    /// Whether a process was out of scope, or turned away, when we last looked.
+    pub fn is_outside(&self, pid: i32) -> bool {
+        self.outside.contains_key(&pid)
+    }
+
     /// How many processes in scope our caller has turned away, as far as we've examined them.
     pub fn turned_away(&self) -> usize {
         self.turned_away.len()
