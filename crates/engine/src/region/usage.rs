@@ -41,16 +41,41 @@ pub struct Usage {
     pub partner: Option<RegionKey>,
     /// Pages that were written after we merged them on request.
     pub written: PageSet,
+    /// Pages that were in use the last time.
     busy: BusyPages,
+    /// Pages that were in use several times in a row.
+    pinned: BusyPages,
 }
 
-/// Pages that couldn't be merged because they were in use. Pinned pages stay in use, so we wait twice as long each
-/// time.
+/// Pages that couldn't be merged because they were in use, and how long we leave them alone.
 #[derive(Clone, Debug, Default)]
 struct BusyPages {
     pages: PageSet,
+    /// Those of the pause before.
+    before: PageSet,
     until_ns: u64,
     pause_ns: u64,
+}
+
+impl BusyPages {
+    /// Adds a page. The first page after a pause begins another one: twice as long, but at most `most_ns`.
+    fn insert(&mut self, page: Vpn, now_ns: u64, most_ns: u64) {
+        if now_ns >= self.until_ns {
+            let is_long_ago = now_ns >= self.until_ns + BUSY_MOST_NS;
+            self.pause_ns = if is_long_ago { BUSY_NS } else { (self.pause_ns * 2).clamp(BUSY_NS, most_ns) };
+            self.until_ns = now_ns + self.pause_ns;
+            self.before = std::mem::take(&mut self.pages);
+        }
+        self.pages.insert(page);
+    }
+
+    fn contains(&self, page: Vpn) -> bool {
+        self.pages.contains(page) || self.before.contains(page)
+    }
+
+    fn is_waiting(&self, page: Vpn, now_ns: u64) -> bool {
+        now_ns < self.until_ns && self.pages.contains(page)
+    }
 }
 
 impl Usage {
@@ -95,21 +120,22 @@ impl Usage {
         self.note_merged(page, digest)
     }
 
-    /// Records that a page couldn't be merged because it was in use.
+    /// Records that a page couldn't be merged because it was in use. Pinned pages stay in use, so we wait twice as long
+    /// each time. In a large region some page is always in use, so only pages that we've met before wait longer.
     pub fn record_busy(&mut self, page: Vpn, now_ns: u64) {
-        let busy = &mut self.busy;
-        if now_ns >= busy.until_ns {
-            let is_long_ago = now_ns >= busy.until_ns + BUSY_MOST_NS;
-            busy.pause_ns = if is_long_ago { BUSY_NS } else { (busy.pause_ns * 2).clamp(BUSY_NS, BUSY_MOST_NS) };
-            busy.until_ns = now_ns + busy.pause_ns;
-            busy.pages.clear();
+        if self.is_busy(page, now_ns) {
+            return;
         }
-        busy.pages.insert(page);
+        if self.busy.contains(page) || self.pinned.contains(page) {
+            self.pinned.insert(page, now_ns, BUSY_MOST_NS);
+        } else {
+            self.busy.insert(page, now_ns, BUSY_NS);
+        }
     }
 
     /// Whether we leave a page alone for now because it was in use.
     pub fn is_busy(&self, page: Vpn, now_ns: u64) -> bool {
-        now_ns < self.busy.until_ns && self.busy.pages.contains(page)
+        self.busy.is_waiting(page, now_ns) || self.pinned.is_waiting(page, now_ns)
     }
 }
 
@@ -193,10 +219,6 @@ impl PageSet {
         }
         self.groups.retain(|group| group.pages != 0);
     }
-
-    pub fn clear(&mut self) {
-        *self = Self::default();
-    }
 }
 
 #[cfg(test)]
@@ -241,5 +263,19 @@ mod tests {
         assert!((8..=12).contains(&asked), "{asked} times in an hour");
         usage.record_busy(Vpn(7), 2 * now_ns);
         assert!(!usage.is_busy(Vpn(7), 2 * now_ns + BUSY_NS), "an hour later it begins anew");
+    }
+
+    #[test]
+    fn pages_in_use_for_once_do_not_wait_for_pinned_ones() {
+        let mut usage = Usage::default();
+        for minute in 0..60 {
+            let now_ns = minute * 60_000_000_000;
+            let pinned = Vpn(7);
+            let other = Vpn(100 + minute);
+            usage.record_busy(pinned, now_ns);
+            usage.record_busy(other, now_ns);
+            assert!(usage.is_busy(other, now_ns));
+            assert!(!usage.is_busy(other, now_ns + BUSY_NS), "after {minute} minutes");
+        }
     }
 }
