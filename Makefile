@@ -21,6 +21,7 @@
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine (dkms-autoinstall: only
 #               its package, with DKMS)
+# make kvm      merge guests of KVM in an emulated machine, by ksmd and on request, while they write and check their memory
 # make install  install pagefold, its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions below target/pages
@@ -34,7 +35,7 @@
 CARGO ?= cargo
 
 .PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
-    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
+    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall kvm install \
     install-files install-documents install-program pages deb deb-test systemd-test tarball release release-twice
 
 build:
@@ -169,6 +170,9 @@ dkms:
 
 dkms-autoinstall:
 	scripts/dkms autoinstall
+
+kvm:
+	scripts/kvm
 
 pages:
 	rm -rf target/pages
