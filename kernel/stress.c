@@ -8,6 +8,8 @@
  * prints it and aborts, and the stress fails. With MAKE_IT_FAIL in the environment, allocations for the mergers and for KSM's
  * knobs fail, as /sys/kernel/debug/failslab and fail_page_alloc say.
  *
+ * If the kernel has movable memory (movablecore=), blocks of it are taken offline, which moves all that's in them, and back.
+ *
  * Two more test what chance seldom meets, with a merger of their own. The holder has a reference to its one page, and fails if that is
  * merged meanwhile. The duellist writes to one of two pages, which are merged all the time, and moved by a sibling. The stress also
  * fails if too little happened.
@@ -54,6 +56,7 @@ static struct shared {
 	} held;
 	volatile int duellist;
 	volatile unsigned long duels;
+	volatile unsigned long movable, unplugged; /* blocks of memory that were tried, and went offline */
 } *shared;
 static uint8_t content[PAGES]; /* of this process: which of 256 contents each page has */
 static int disk; /* its first page is the header of the swap space, which never changes */
@@ -307,15 +310,18 @@ static void work(int slot)
 	_exit(0);
 }
 
-static void write_file(const char *path, const char *what)
+/* Returns whether it was written */
+static int write_file(const char *path, const char *what)
 {
-	int fd = open(path, O_WRONLY);
+	int fd = open(path, O_WRONLY), done;
 
 	if (fd < 0)
-		return;
-	if (write(fd, what, strlen(what)) < 0 && errno != EBUSY && errno != EINVAL && errno != EIO && errno != EAGAIN && errno != ENOMEM)
+		return 0;
+	done = write(fd, what, strlen(what)) > 0;
+	if (!done && errno != EBUSY && errno != EINVAL && errno != EIO && errno != EAGAIN && errno != ENOMEM && errno != EINTR)
 		perror(path);
 	close(fd);
+	return done;
 }
 
 /* Nothing can be known of the hashes, as pages change meanwhile */
@@ -581,6 +587,53 @@ static void turn(void)
 	_exit(0);
 }
 
+static void on_alarm(int signal)
+{
+	(void)signal;
+}
+
+static int is_movable(int block)
+{
+	char path[64], zone[16] = "";
+	FILE *file;
+
+	snprintf(path, sizeof(path), "/sys/devices/system/memory/memory%d/valid_zones", block);
+	file = fopen(path, "r");
+	if (!file)
+		return 0;
+	if (!fgets(zone, sizeof(zone), file))
+		*zone = 0;
+	fclose(file);
+	return !strncmp(zone, "Movable", 7);
+}
+
+static void unplug(void)
+{
+	/* No SA_RESTART: a signal ends the attempt to move what can't be moved */
+	struct sigaction action = { .sa_handler = on_alarm };
+	char path[64];
+
+	sigaction(SIGALRM, &action, NULL);
+	while (!shared->stop) {
+		int block = rnd(64);
+
+		if (!is_movable(block)) {
+			usleep(10000);
+			continue;
+		}
+		shared->movable++;
+		snprintf(path, sizeof(path), "/sys/devices/system/memory/memory%d/state", block);
+		alarm(10);
+		if (write_file(path, "offline")) {
+			shared->unplugged++;
+			while (!write_file(path, "online_movable"))
+				usleep(10000);
+		}
+		usleep(rnd(1000000));
+	}
+	_exit(0);
+}
+
 static long read_file(const char *path)
 {
 	char buf[32] = "";
@@ -599,7 +652,8 @@ static void check_that_enough_happened(int seconds)
 	unsigned long least = seconds / 8;
 
 	if (outcomes[KSM_PAGE_MERGED] >= least && shared->duels >= least && shared->held.rounds >= least &&
-	    shared->held.named >= least && outcomes[KSM_PAGE_DIFFERS] && outcomes[KSM_PAGE_BUSY] && outcomes[KSM_PAGE_SHARED])
+	    shared->held.named >= least && outcomes[KSM_PAGE_DIFFERS] && outcomes[KSM_PAGE_BUSY] && outcomes[KSM_PAGE_SHARED] &&
+	    (shared->unplugged || !shared->movable))
 		return;
 	printf("too little happened\n");
 	shared->failed = 1;
@@ -621,7 +675,7 @@ static void check_that_nothing_is_left(void)
 }
 
 /* Those come first whom others name */
-static void (*const others[])(void) = { holder, duellist, move_duellist, duel, merge, merge, turn };
+static void (*const others[])(void) = { holder, duellist, move_duellist, duel, merge, merge, turn, unplug };
 #define OTHERS	((int)(sizeof(others) / sizeof(*others)))
 
 int main(int argc, char **argv)
@@ -693,11 +747,12 @@ int main(int argc, char **argv)
 	check_that_nothing_is_left();
 	check_that_enough_happened(seconds);
 	printf("stress: %s: pages named: %lu merged, %lu shared, %lu differ, %lu absent, %lu busy, %lu ineligible, %lu full, "
-	       "%lu foreign; %lu written, %lu checked, %lu forks; %lu held, and named %lu times; %lu duels\n", shared->failed ? "FAILED" : "good",
+	       "%lu foreign; %lu written, %lu checked, %lu forks; %lu held, and named %lu times; %lu duels; "
+	       "%lu unplugged\n", shared->failed ? "FAILED" : "good",
 	       shared->outcomes[KSM_PAGE_MERGED], shared->outcomes[KSM_PAGE_SHARED], shared->outcomes[KSM_PAGE_DIFFERS],
 	       shared->outcomes[KSM_PAGE_ABSENT] + shared->outcomes[KSM_PAGE_GONE], shared->outcomes[KSM_PAGE_BUSY],
 	       shared->outcomes[KSM_PAGE_INELIGIBLE], shared->outcomes[KSM_PAGE_FULL],
 	       shared->outcomes[KSM_PAGE_FOREIGN], shared->writes, shared->checked, shared->forks, shared->held.rounds, shared->held.named,
-	       shared->duels);
+	       shared->duels, shared->unplugged);
 	return shared->failed;
 }
