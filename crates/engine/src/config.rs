@@ -90,6 +90,8 @@ pub struct Config {
     pub spans_per_process: usize,
     /// How long local and remote memory accesses take. We place pages on NUMA nodes by these figures.
     pub latencies: Latencies,
+    /// How many contents the index holds at most.
+    pub contents_most: usize,
     /// Memory that we keep free for COW copies.
     pub reserve: ReserveSettings,
     /// The seed of every permutation and digest.
@@ -119,6 +121,7 @@ impl Default for Config {
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
             latencies: Latencies::default(),
+            contents_most: usize::MAX,
             reserve: ReserveSettings::default(),
             seed: 0,
         }

@@ -24,6 +24,7 @@ use crate::config::Config;
 use crate::decision::DecisionLog;
 use crate::governor::{Governor, Pace};
 use crate::host::{Cost, KsmView, Snapshot};
+use crate::index::Index;
 use crate::keys::OwnerKey;
 use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
@@ -39,6 +40,7 @@ use crate::reserve::{Reserve, ReserveSettings};
 use crate::sampling::ladder::Ladder;
 use crate::saving::{Saving, SavingCounter};
 use crate::state::State;
+use crate::strength::Strength;
 use crate::units::Pages;
 
 use contents::Contents;
@@ -111,7 +113,7 @@ impl Engine {
             spending: Spending::new(&config),
             table: RegionTable::default(),
             ladder: Ladder::new(config.levels),
-            contents: Contents::default(),
+            contents: Contents::new(Index::new(config.contents_most), Strength::default()),
             ksmd: Ksmd::default(),
             requests: Requests::default(),
             families: Families::default(),
@@ -191,6 +193,11 @@ impl Engine {
         }
         let living = self.table.iter().map(Region::merged_by_ksmd).sum();
         exited.min(ksm.merged().saturating_sub(living))
+    }
+
+    /// We look for duplicates among one in this many contents: 1 unless the index is full.
+    pub fn contents_one_in(&self) -> u64 {
+        self.contents.index.stands_for()
     }
 
     pub fn regions(&self) -> impl Iterator<Item = &Region> {

@@ -536,7 +536,7 @@ mod tests {
     fn a_page_that_could_not_be_merged_is_kept_instead() {
         let mut table = RegionTable::default();
         table.update(&[test_view(1, 0, 100), test_view(2, 0, 100)], 1, |view| Region::new(view, 0, false, 1));
-        let mut index = Index::default();
+        let mut index = Index::new(usize::MAX);
         let mut requests = requests(&[(5, Some(15)), (6, Some(16))]);
         for digest in [6, 7] {
             index.record(Digest(digest << 24), page(1, 9).location);
@@ -569,7 +569,7 @@ mod tests {
     fn what_is_not_tried_counts_once_all_that_was_tried_differs() {
         let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
         let spared = |results: &[MergeResult]| {
-            let (mut table, mut index) = (RegionTable::default(), Index::default());
+            let (mut table, mut index) = (RegionTable::default(), Index::new(usize::MAX));
             Requests::default().record(results, &mut table, &mut index, 0).spared
         };
         let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// We remember at most this many colliding digests: digests that pages with different contents have in common.
 const COLLIDING_MOST: usize = 1 << 16;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Contents {
     pub index: Index,
     pub strength: Strength,
@@ -24,6 +24,11 @@ pub(super) struct Contents {
 }
 
 impl Contents {
+    pub fn new(index: Index, strength: Strength) -> Self {
+        let colliding = Arc::default();
+        Self { index, strength, colliding, colliding_fingerprints: FxHashSet::default(), bottom_pages: 0 }
+    }
+
     /// Drops entries of the index that nothing has renewed for some time.
     pub fn age(&mut self, table: &RegionTable) {
         self.bottom_pages = 0;
@@ -74,7 +79,7 @@ impl Engine {
     /// sample regions without merged pages again instead of reading them whole right away: most of their pages only
     /// looked equal because we hashed few lines of them.
     pub(super) fn forget_digests(&mut self) {
-        self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
+        self.contents = Contents::new(self.contents.index.emptied(), self.contents.strength.clone());
         let top = self.ladder.levels();
         self.table.iter_mut().for_each(|region| region.forget_digests(top));
     }

@@ -56,7 +56,7 @@ impl Engine {
             // We can't tell whether the process wrote the page before it forked.
             region.usage.cow_breaks.forget_page(sample.page);
         }
-        let duplicate = match sample.state {
+        let duplicates = match sample.state {
             PageState::Absent => {
                 region.usage.cow_breaks.forget_page(sample.page);
                 region.usage.forget_merged(sample.page);
@@ -69,17 +69,17 @@ impl Engine {
                     return;
                 }
                 self.observe_merged(slot, sample.page, Digest::ZERO);
-                true
+                1
             }
-            PageState::Merged => self.record_merged(slot, sample, examined),
+            PageState::Merged => u64::from(self.record_merged(slot, sample, examined)),
             PageState::Shared if !region.reads_forked() || sample.outsiders => {
                 region.survey.record_forked();
-                false
+                0
             }
             PageState::Shared | PageState::Private => self.record_private(slot, sample, examined),
         };
         if examined {
-            self.count_in_extent(slot, sample, duplicate);
+            self.count_in_extent(slot, sample, duplicates);
         }
     }
 
@@ -101,7 +101,7 @@ impl Engine {
         }
     }
 
-    fn count_in_extent(&mut self, slot: u32, sample: &PageSample, duplicate: bool) {
+    fn count_in_extent(&mut self, slot: u32, sample: &PageSample, duplicates: u64) {
         let Some(region) = self.table.get_mut(slot) else { return };
         let number = sample.page.extent();
         let extent = match region.extents.last_entry() {
@@ -110,7 +110,7 @@ impl Engine {
             _ => region.extents.entry(number).or_default(),
         };
         extent.resident += 1;
-        extent.duplicate += u16::from(duplicate);
+        extent.add_duplicates(duplicates);
         extent.huge += u16::from(sample.huge);
         extent.shared += u16::from(sample.state == PageState::Shared);
     }
@@ -134,21 +134,26 @@ impl Engine {
         self.config.counts(sample.digest)
     }
 
-    /// Records a page that KSM could merge. Returns whether it counts as a duplicate.
-    fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> bool {
+    /// Records a page that KSM could merge. Returns how many duplicates it stands for: more than one if the index doesn't
+    /// keep all contents.
+    fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> u64 {
         let now_ns = self.snapshot.now_ns;
         let zero = sample.digest == Digest::ZERO;
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
         let by_marks = self.carrier().by_marks;
-        let Some(region) = self.table.get(slot) else { return false };
-        let kin = if by_marks || zero || !region.life.is_surveyed() { None } else { Some(self.kin_at(region, sample)) };
-        let Some(region) = self.table.get_mut(slot) else { return false };
+        let Some(region) = self.table.get(slot) else { return 0 };
+        let is_kept = self.contents.index.keeps(sample.digest.in_domain(region.view.domain));
+        let shows_kin = !by_marks && !zero && is_kept && region.life.is_surveyed();
+        let kin = shows_kin.then(|| self.kin_at(region, sample));
+        let stands_for = if zero { 1 } else { self.contents.index.stands_for() };
+        let duplicates = if duplicate { stands_for } else { 0 };
+        let Some(region) = self.table.get_mut(slot) else { return 0 };
         if let Some(kin) = kin {
             region.survey.kin.record(kin);
         }
         region.usage.cow_breaks.record_written(sample.page, now_ns);
-        if !examined && region.life.is_judged() {
+        if !examined && region.life.is_judged() && (zero || is_kept) {
             region.survey.record_renewal(duplicate);
         }
         let offset = region.offset(sample.page);
@@ -156,7 +161,7 @@ impl Engine {
         region.survey.probe(offset, sample.digest, region.life.is_surveyed(), |print| !colliding.contains(&print));
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
-            region.marks.samples.unmerged += u64::from(duplicate);
+            region.marks.samples.unmerged += duplicates;
             if duplicate && by_marks {
                 self.note_unmerged(slot, sample);
             }
@@ -164,17 +169,17 @@ impl Engine {
             let tally = &mut region.survey.tally;
             tally.sampled += 1;
             tally.zero += u64::from(zero);
-            tally.found += u64::from(!zero && duplicate);
+            tally.found += if zero { 0 } else { duplicates };
             tally.copies += match seen {
                 Occurrences::None => 0,
-                Occurrences::One(_) => 1,
+                Occurrences::One(_) => stands_for,
                 // Each of the earlier pages has gained a copy, too. The index doesn't point to all these pages, so we
                 // count their new copies here.
-                Occurrences::Several(before) => 2 * u64::from(before),
+                Occurrences::Several(before) => 2 * u64::from(before) * stands_for,
             };
         }
         self.credit_first(seen);
-        duplicate
+        duplicates
     }
 
     /// Looks a content up in the index and records this page there, unless we don't merge such contents
@@ -209,6 +214,7 @@ impl Engine {
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
         let by_marks = self.carrier().by_marks;
+        let stands_for = self.contents.index.stands_for();
         let Some(region) = self.table.get_mut(first.slot) else { return };
         let page = region.page_at(first.offset);
         if region.is_marked(page) {
@@ -216,15 +222,14 @@ impl Engine {
         }
         if region.is_counted(page) {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
-                // The index may be out of date, so we never count more duplicates than resident pages.
-                extent.duplicate = (extent.duplicate + 1).min(extent.resident);
+                extent.add_duplicates(stands_for);
                 if by_marks {
                     region.life.advance(Event::Reopen);
                 }
             }
         } else if region.life.is_surveyed() {
-            region.survey.tally.found += 1;
-            region.survey.tally.copies += 1;
+            region.survey.tally.found += stands_for;
+            region.survey.tally.copies += stands_for;
         }
     }
 }

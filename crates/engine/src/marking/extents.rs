@@ -48,7 +48,8 @@ impl Sum for Counts {
 pub struct Extent {
     /// Pages that hold memory: private, merged or shared.
     pub resident: u16,
-    /// Pages that are zero, merged already, or have a copy elsewhere.
+    /// Pages that are zero, merged already, or have a copy elsewhere. If the index doesn't keep all contents, this is an
+    /// estimate, which may be above `resident`.
     pub duplicate: u16,
     /// Pages that belong to a huge page.
     pub huge: u16,
@@ -81,11 +82,18 @@ impl Default for Density {
 
 impl Extent {
     pub fn is_dense(&self, density: Density) -> bool {
-        self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= self.needed(density)
+        let Counts { resident, duplicate } = self.counts();
+        duplicate > Pages(0) && Permyriad::of(duplicate.0, resident.0) >= self.needed(density)
     }
 
     pub fn counts(&self) -> Counts {
-        Counts { resident: Pages(self.resident.into()), duplicate: Pages(self.duplicate.into()) }
+        let duplicate = self.duplicate.min(self.resident);
+        Counts { resident: Pages(self.resident.into()), duplicate: Pages(duplicate.into()) }
+    }
+
+    /// Counts duplicates, an estimated number of them if the index doesn't keep all contents.
+    pub fn add_duplicates(&mut self, pages: u64) {
+        self.duplicate = self.duplicate.saturating_add(u16::try_from(pages).unwrap_or(u16::MAX));
     }
 
     fn needed(self, density: Density) -> Permyriad {
@@ -215,7 +223,7 @@ pub fn part(extents: &Extents, span: &Candidate, bounds: Range<Vpn>) -> Option<C
         let pages_of = |first: Vpn, end: Vpn| end.0.min(low + EXTENT_PAGES) - first.0.max(low);
         let (pages, all) = (pages_of(first, end), pages_of(span.first, span_end));
         counts.resident += Pages(u64::from(extent.resident) * pages / all);
-        counts.duplicate += Pages(u64::from(extent.duplicate) * pages / all);
+        counts.duplicate += Pages(extent.counts().duplicate.0 * pages / all);
     }
     Some(Candidate::new(first, end, counts))
 }

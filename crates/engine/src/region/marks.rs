@@ -69,7 +69,8 @@ impl Marks {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MarkedSamples {
     pub sampled: u64,
-    /// Pages that aren't merged although we know they're duplicates.
+    /// Pages that aren't merged although we know they're duplicates. If the index doesn't keep all contents, each page
+    /// that we find counts for the others that we miss.
     pub unmerged: u64,
     /// Sampled pages that ksmd could have merged: pages of zeros, and pages with an unmerged copy in marked memory.
     pub mergeable: u64,
@@ -90,7 +91,7 @@ impl MarkedSamples {
         if self.sampled == 0 {
             return self.residual.unwrap_or(0.0);
         }
-        self.unmerged as f64 / self.sampled as f64
+        (self.unmerged as f64 / self.sampled as f64).min(1.0)
     }
 
     /// The share of pages that became worth merging since ksmd last visited, 0 to 1: a careful estimate.
