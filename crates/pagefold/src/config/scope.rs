@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_cgroup_without_processes_is_said_to_be_empty() {
-        let advice = |scope: &str| explain(&ScopeError::NoMatch(scope.into())).line;
+        let advice = |scope: &str| explain_to(&ScopeError::NoMatch(scope.into()), true).line;
         assert!(advice("--cgroup /a").ends_with("; the cgroup is empty: start a program in it first"));
         assert!(advice("--cgroup /a --exe b").contains("; check the spelling"));
     }
