@@ -16,6 +16,7 @@ use pagefold_inject::is_frozen;
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::process::ReadError;
+use pagefold_text::escape::shell_word;
 use pagefold_text::exit::Exit;
 
 /// The deny list, the trust domains, and the processes that an administrator has excluded.
@@ -110,8 +111,10 @@ impl Bounds {
         if let Some((_, selector)) = self.kept_out.verdict(scoped, true, &Roots::default()) {
             return format!(" (pagefold include {selector} lets it in)");
         }
-        match scoped.allowed_as(&self.deny) {
-            Some(name) if reason == Exclusion::NotDumpable.to_string() => format!(" (--allow {name} lets it in)"),
+        match scoped.allowed_as(&self.deny, &Roots::default()) {
+            Some(name) if reason == Exclusion::NotDumpable.to_string() => {
+                format!(" (--allow {} lets it in)", shell_word(&name))
+            }
             _ => String::new(),
         }
     }

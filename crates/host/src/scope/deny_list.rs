@@ -1,13 +1,14 @@
 //! The deny list: programs that we never mark, and its default entries.
 
-use super::ProcessInfo;
 use super::exe::Matching;
 use super::opt_out::OptOut;
 use super::workload::Workload;
+use super::{Matcher, ProcessInfo, Selector};
+use pagefold_procmem::Roots;
 
 /// Programs that we never mark, because they hold keys, passwords or web pages. Also the names whose opt-outs the
-/// administrator overrides. An entry is the base name of a program, a prefix followed by `*`, or the path of a program
-/// or of a link to it.
+/// administrator overrides. An entry is the base name of a program, a prefix followed by `*`, the path of a program or
+/// of a link to it, or a workload with its kind, such as `container web1`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
     /// The first entry that matches decides.
@@ -22,6 +23,8 @@ pub struct DenyList {
 struct Entry {
     name: String,
     denied: bool,
+    /// If the entry is for all programs of a workload.
+    workload: Option<Matcher>,
 }
 
 impl Default for DenyList {
@@ -110,17 +113,21 @@ pub const DEFAULT_DENIED: &[&str] = &[
 
 impl DenyList {
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
-        let entries = entries.into_iter().map(|name| Entry { name, denied: true }).collect();
+        let entries = entries.into_iter().map(|name| Entry { name, denied: true, workload: None }).collect();
         Self { entries, overridden: Vec::new(), workloads: Vec::new() }
     }
 
     /// Adds entries that take precedence over the existing ones. Among the new entries, `denied` takes precedence over
-    /// `allowed`, which match only executables that root alone can change (see [`super::exe`]).
+    /// `allowed`, which match only executables that root alone can change (see [`super::exe`]), and workloads that root
+    /// has named.
     #[must_use]
-    pub fn with(mut self, denied: &[String], allowed: &[String]) -> Self {
-        let mut entries = Self::new(denied.iter().cloned()).entries;
-        for name in allowed {
-            entries.push(Entry { name: name.clone(), denied: false });
+    pub fn with(mut self, denied: &[String], allowed: &[String], roots: &Roots) -> Self {
+        let mut entries = Vec::new();
+        for (names, denied) in [(denied, true), (allowed, false)] {
+            for name in names {
+                let workload = workload_entry(name).and_then(|selector| selector.resolve(roots).ok());
+                entries.push(Entry { name: name.clone(), denied, workload });
+            }
         }
         entries.append(&mut self.entries);
         Self { entries, ..self }
@@ -139,9 +146,18 @@ impl DenyList {
         self
     }
 
-    /// The workload of a process that we must not mark.
-    pub(super) fn workload_of(&self, info: &ProcessInfo) -> Option<&Workload> {
-        self.workloads.iter().find(|workload| workload.names(info))
+    /// The entry that denies a process, if any.
+    pub(super) fn denies(&self, info: &ProcessInfo) -> Option<String> {
+        match self.deciding_on(info) {
+            Some(entry) if entry.denied => Some(entry.name.clone()),
+            _ => Some(self.workloads.iter().find(|workload| workload.names(info))?.to_string()),
+        }
+    }
+
+    /// Whether the administrator has allowed the program or its workload, which lets a process in even if it isn't
+    /// dumpable.
+    pub(super) fn allows(&self, info: &ProcessInfo) -> bool {
+        self.deciding_on(info).is_some_and(|entry| !entry.denied)
     }
 
     /// Whether the administrator has overridden an opt-out of a process. `program` is the base name of its executable,
@@ -155,19 +171,29 @@ impl DenyList {
     /// that root alone can bring about ([`Matching::Yes`]) allows it. A name of 15 bytes may be a truncated command
     /// name, so longer entries that begin with it deny it, but don't allow it: the full name may differ.
     pub fn entry_for(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> Option<&str> {
-        match self.deciding(names, matches) {
+        match self.deciding(names, matches, |_, _| false) {
             Some(entry) if entry.denied => Some(&entry.name),
             _ => None,
         }
     }
 
-    /// Whether an entry allows a program.
-    pub fn allows(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> bool {
-        self.deciding(names, matches).is_some_and(|entry| !entry.denied)
+    fn deciding_on(&self, info: &ProcessInfo) -> Option<&Entry> {
+        let is_in = |entry: &Entry, workload: &Matcher| {
+            if entry.denied { workload.matches_by_name(info) } else { workload.matches(info) == Matching::Yes }
+        };
+        self.deciding(&info.names(), |name| info.matches(name), is_in)
     }
 
-    fn deciding(&self, names: &[Vec<u8>; 2], matches: impl Fn(&[u8]) -> Matching) -> Option<&Entry> {
+    fn deciding(
+        &self,
+        names: &[Vec<u8>; 2],
+        matches: impl Fn(&[u8]) -> Matching,
+        is_in: impl Fn(&Entry, &Matcher) -> bool,
+    ) -> Option<&Entry> {
         self.entries.iter().find(|entry| {
+            if let Some(workload) = &entry.workload {
+                return is_in(entry, workload);
+            }
             let is_path = entry.name.starts_with('/');
             if entry.denied {
                 let is_named = names.iter().any(|name| entry.matches(name));
@@ -191,8 +217,19 @@ impl Entry {
     }
 }
 
+/// The workload or cgroup that an entry names: a kind and a name, such as `container web1`.
+pub fn workload_entry(entry: &str) -> Option<Selector> {
+    match Selector::parse(entry)? {
+        selector @ (Selector::Workload(_) | Selector::Cgroup(_)) => Some(selector),
+        _ => None,
+    }
+}
+
 /// If an entry is invalid because it would never match, says why.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
+    if workload_entry(entry).is_some() {
+        return None;
+    }
     let name = entry.strip_suffix('*').unwrap_or(entry);
     let is_path = entry.starts_with('/') && !entry.ends_with(['/', '*']);
     if entry.is_empty() {
@@ -226,6 +263,10 @@ mod tests {
 
     fn names(names: &[&str]) -> Vec<String> {
         names.iter().map(|&name| name.to_owned()).collect()
+    }
+
+    fn with(list: DenyList, denied: &[&str], allowed: &[&str]) -> DenyList {
+        list.with(&names(denied), &names(allowed), &Roots::default())
     }
 
     #[test]
@@ -280,37 +321,38 @@ mod tests {
 
     #[test]
     fn added_entries_take_precedence() {
-        let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
+        let list = DenyList::default();
+        let list = with(list, &["mine*"], &["vault", "chrome-headless"]);
         assert_eq!(denied(&list, "mine-2"), Some("mine*"));
         assert_eq!(denied(&list, "vault"), None);
         let vault = [b"vault".into(), b"vault".into()];
         assert_eq!(list.entry_for(&vault, |_| Matching::No), Some("vault"), "a program that its user named so");
         assert_eq!((denied(&list, "chrome-headless"), denied(&list, "chrome")), (None, Some("chrome*")));
         assert_eq!(denied(&list, "ssh-agent"), Some("ssh-agent"), "the others stay");
-        let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
+        let again = with(list, &["vault"], &["mine-2"]);
         assert_eq!((denied(&again, "vault"), denied(&again, "mine-2")), (Some("vault"), None), "later entries win");
         assert_eq!(denied(&again, "mine-3"), Some("mine*"));
         let allows = |list: &DenyList, name: &str, trusted: &[&str]| {
             let is_trusted = |asked: &[u8]| trusted.iter().any(|trusted| trusted.as_bytes() == asked);
             let matches = |asked: &[u8]| if is_trusted(asked) { Matching::Yes } else { Matching::No };
-            list.allows(&[name.into(), name.into()], matches)
+            list.deciding(&[name.into(), name.into()], matches, |_, _| false).is_some_and(|entry| !entry.denied)
         };
         assert!(allows(&again, "mine-2", &["mine-2"]) && !allows(&again, "mine-2", &[]));
         assert!(!allows(&again, "vault", &["vault"]) && !allows(&again, "redis", &["redis"]));
         // A link to the program is as good as its own name, unless that is denied first.
-        let list = DenyList::new(names(&["python*"])).with(&[], &names(&["python3"]));
+        let list = with(DenyList::new(names(&["python*"])), &[], &["python3"]);
         assert_eq!(denied_as(&list, "python3.11", "python3"), None);
         assert_eq!(denied(&list, "python3.11"), Some("python*"));
-        let list = list.with(&names(&["python3.11"]), &[]);
+        let list = with(list, &["python3.11"], &[]);
         assert!(!allows(&list, "python3.11", &["python3", "python3.11"]));
         // A truncated name may belong to a program that isn't allowed.
-        let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
+        let list = with(DenyList::new(names(&["systemd-homewor*"])), &[], &["systemd-homeworks"]);
         assert_eq!(denied(&list, "systemd-homewor"), Some("systemd-homewor*"));
     }
 
     #[test]
     fn entries_that_would_never_match_are_refused() {
-        for fit in ["vault", "a", "*", "wallet*", "with space", "/usr/bin/vault"] {
+        for fit in ["vault", "a", "*", "wallet*", "with space", "/usr/bin/vault", "cgroup /a"] {
             assert_eq!(unfit_entry(fit), None, "{fit}");
         }
         for unfit in ["", "a*b", "**", "/usr/bin/va*", "/usr/bin/", "/", "bin/", "a\0"] {

@@ -225,25 +225,18 @@ pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
     !info.stat.is_zombie() && opt_out_qemu::is_qemu(&info.program())
 }
 
-/// Whether the administrator has allowed the program by name, which lets it in even if it isn't dumpable.
-fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
-    deny.allows(&info.names(), |name| info.matches(name))
-}
-
 /// The rule that excludes a process, if any. `dumpable` is its attribute as we see it from outside.
 pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
     if info.stat.kernel_thread {
         Some(Exclusion::KernelThread)
     } else if info.stat.is_zombie() {
         Some(Exclusion::Zombie)
-    } else if dumpable == Dumpable::No && !is_allowed(info, deny) {
+    } else if dumpable == Dumpable::No && !deny.allows(info) {
         Some(Exclusion::NotDumpable)
     } else if info.status.tracer != 0 {
         Some(Exclusion::Traced { by: info.status.tracer })
-    } else if let Some(entry) = deny.entry_for(&info.names(), |name| info.matches(name)) {
-        Some(Exclusion::DenyListed { entry: entry.to_owned() })
-    } else if let Some(workload) = deny.workload_of(info) {
-        Some(Exclusion::DenyListed { entry: workload.to_string() })
+    } else if let Some(entry) = deny.denies(info) {
+        Some(Exclusion::DenyListed { entry })
     } else if !info.is_readable {
         Some(Exclusion::NotReadable)
     } else {
@@ -316,7 +309,7 @@ pub(crate) fn exclusion_of(
     if info.needs_exec && (mechanism == Mechanism::Ksmd || info.uid() == 0 || dumpable == Dumpable::Unknown) {
         return Some(Exclusion::Bits32);
     }
-    if is_allowed(info, deny) {
+    if deny.allows(info) {
         return None;
     }
     // We ask last, because asking stops the process.

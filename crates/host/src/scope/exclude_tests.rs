@@ -1,4 +1,5 @@
 use super::*;
+use pagefold_procmem::Roots;
 use pagefold_procmem::maps::parse_smaps;
 use pagefold_procmem::process::Process;
 use proptest::prelude::*;
@@ -39,7 +40,10 @@ fn a_script_is_denied_by_its_command_name_and_never_allowed_by_it() {
     let denied_by = |entry: &str| Some(Exclusion::DenyListed { entry: entry.into() });
     let deny = DenyList::default();
     assert_eq!(judge_process(&script, Dumpable::Yes, &deny), denied_by("pass"));
-    assert_eq!(judge_process(&script, Dumpable::Yes, &deny.with(&[], &["pass".into()])), denied_by("pass"));
+    assert_eq!(
+        judge_process(&script, Dumpable::Yes, &deny.with(&[], &["pass".into()], &Roots::default())),
+        denied_by("pass")
+    );
     script.stat.comm = b"other".to_vec();
     assert_eq!(judge_process(&script, Dumpable::Yes, &DenyList::default()), None);
 }

@@ -1,15 +1,17 @@
 //! The facts about a process that we read for a check. Selectors, rules and exclusions judge the process by them.
 
+use super::Selector;
 use super::deny_list::DenyList;
 use super::exe::{Distrust, Exe, Matching};
 use super::opt_out::OptOut;
-use super::workload::{Workload, workload_of_cgroups};
+use super::workload::{Workload, WorkloadKind, workload_of_cgroups};
+use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::image::is_32_bit;
 use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::process::{Process, ReadError, Stat};
 use pagefold_procmem::status::{Status, program_name};
-use pagefold_text::escape::{printable, shell_word};
+use pagefold_text::escape::printable;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -154,13 +156,25 @@ impl ProcessInfo {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }
 
-    /// The name by which `--allow` lets the program in, quoted for a shell. `None` if users other than root could give
-    /// a program this name, if the name is denied, or if it has special characters.
-    pub fn allowed_as(&self, deny: &DenyList) -> Option<String> {
-        let name = String::from_utf8(self.program()).ok()?;
+    /// The name by which `--allow` lets the process in: the program's or, if users other than root
+    /// could give a program this name, that of its container, pod or virtual machine. `None` if there's no such name
+    /// that root alone can give, if the program is denied, or if the name has special characters.
+    pub fn allowed_as(&self, deny: &DenyList, roots: &Roots) -> Option<String> {
+        if deny.denies(self).is_some() {
+            return None;
+        }
+        let name =
+            if self.is_trusted() { String::from_utf8(self.program()).ok()? } else { self.roots_workload(roots)? };
         let is_plain = name == printable(name.as_bytes()) && !name.starts_with('-') && !name.contains('*');
-        let is_denied = deny.entry_for(&self.names(), |name| self.matches(name)).is_some();
-        (is_plain && !is_denied && self.is_trusted()).then(|| shell_word(&name))
+        is_plain.then_some(name)
+    }
+
+    /// The process's container, pod or virtual machine, if only root can have named it.
+    fn roots_workload(&self, roots: &Roots) -> Option<String> {
+        let workload = self.workload().filter(|workload| workload.kind != WorkloadKind::Unit)?;
+        let name = workload.to_string();
+        let matcher = Selector::Workload(workload).resolve(roots).ok()?;
+        (matcher.matches(self) == Matching::Yes).then_some(name)
     }
 
     /// Whether root alone can change the executable, and so the program's name.

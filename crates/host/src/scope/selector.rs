@@ -44,6 +44,12 @@ impl Selector {
         })
     }
 
+    /// Parses a kind of [`Self::NAMED`] and a name, such as `unit nginx.service`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (kind, name) = text.split_once(' ')?;
+        Self::named(kind, name.trim().to_owned()).filter(|_| !name.trim().is_empty())
+    }
+
     /// Whether both select the same processes. A service goes by its name with and without `.service`.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {

@@ -478,6 +478,42 @@ fn workloads_are_selected_by_name_in_every_version_of_cgroups() {
 }
 
 #[test]
+fn a_container_is_let_in_by_its_name_but_not_by_the_names_of_its_programs() {
+    let id = "3f0c".repeat(16);
+    let tree = Tree::new();
+    for path in ["unified/system.slice", "unified/user.slice/user@7.service"] {
+        tree.cgroup(path);
+    }
+    // Any other user may write there.
+    let own = tree.cgroup("unified/user.slice/user@7.service");
+    fs::set_permissions(own, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let apache = Some("/usr/sbin/apache2 (deleted)");
+    tree.process(20, b"apache2", apache, 33, &format!("0::/system.slice/docker-{id}.scope\n"));
+    tree.process(21, b"apache2", apache, 33, &format!("0::/user.slice/user@7.service/docker-{id}.scope\n"));
+    tree.process(22, b"vault", apache, 33, &format!("0::/system.slice/docker-{id}.scope\n"));
+    let found = resolve_for_undoing(&ScopeSpec(vec![Selector::All]), &tree.roots, &[]).unwrap();
+    let name = "container 3f0c3f0c3f0c".to_owned();
+    let strings = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
+    let list =
+        |denied: &[&str], allowed: &[&str]| DenyList::default().with(&strings(denied), &strings(allowed), &tree.roots);
+    let judge = |at: usize, deny: &DenyList| exclude::judge_process(&found[at], Dumpable::No, deny);
+    let not_dumpable = Some(Exclusion::NotDumpable);
+    assert_eq!(judge(0, &list(&[], &["apache2"])), not_dumpable, "the container's own file");
+    let allowing = list(&[], &[&name]);
+    assert_eq!(judge(0, &allowing), None);
+    assert_eq!(judge(1, &allowing), not_dumpable, "a user may have named this cgroup so");
+    assert_eq!(judge(2, &allowing), None, "a program of the default deny list");
+    assert_eq!(judge(0, &list(&[], &["cgroup /system.slice"])), None);
+    // Denials take precedence, and count by name.
+    assert!(judge(2, &list(&["vault"], &[&name])).is_some() && judge(1, &list(&[&name], &[&name])).is_some());
+    let denying = allowing.clone().denying([workload::Workload::parse(&name)]);
+    assert_eq!(judge(0, &denying), Some(Exclusion::DenyListed { entry: name.clone() }));
+    let way_in = |at: usize, deny: &DenyList| found[at].allowed_as(deny, &tree.roots);
+    assert_eq!(way_in(0, &list(&[], &[])).as_deref(), Some(name.as_str()));
+    assert_eq!((way_in(1, &list(&[], &[])), way_in(2, &list(&[], &[])), way_in(0, &denying)), (None, None, None));
+}
+
+#[test]
 fn a_service_is_the_same_with_and_without_its_type() {
     let is_same =
         |one: (&str, &str), two: (&str, &str)| by_name(one.0, one.1).0[0].is_same(&by_name(two.0, two.1).0[0]);

@@ -9,7 +9,7 @@ use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, load,
 use crate::place;
 use anyhow::Result;
 use pagefold_engine::config::Config;
-use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::deny_list::{DenyList, workload_entry};
 use pagefold_host::scope::domain::DEFAULT;
 use pagefold_host::scope::exe::Matching;
 use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, resolve_for_undoing};
@@ -140,7 +140,7 @@ fn contradictions(options: &Options) -> Vec<String> {
 fn programs_of(options: &Options) -> Vec<&str> {
     let mut names = Vec::new();
     for list in [&options.exes, &options.denied, &options.allowed] {
-        names.extend(list.iter().flatten().map(String::as_str));
+        names.extend(list.iter().flatten().map(String::as_str).filter(|name| workload_entry(name).is_none()));
     }
     for rule in [&options.groups, &options.domain_rules].into_iter().flatten().flatten() {
         if let Selector::Exe(name) = &rule.selector {
@@ -226,8 +226,10 @@ mod tests {
             assert!(doubt.contains(name.trim_end_matches('*')) && doubt.ends_with(advice), "{doubt}");
         }
         let rules = "[[domains.rule]]\nname = \"a\"\nexe = \"x\"\n[[domains.rule]]\nname = \"b\"\nuser = 33\n";
-        let named =
-            layer("/1", &format!("[scope]\nexes = [\"y\"]\n[deny]\nprograms = [\"n\"]\nalso = [\"z\"]\n{rules}"));
+        let named = layer(
+            "/1",
+            &format!("[scope]\nexes = [\"y\"]\n[deny]\nprograms = [\"n\"]\nalso = [\"z\", \"unit z\"]\n{rules}"),
+        );
         assert_eq!(programs_of(&named.options), ["y", "z", "x"]);
     }
 

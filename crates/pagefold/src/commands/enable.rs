@@ -143,8 +143,11 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
     let outcome = if daemon == DaemonState::Absent || pids.is_empty() { None } else { Some(wait_for_saving(&pids)?) };
     let flag = args.file_flag();
     text += &describe_enabled(&daemon, outcome.as_ref(), &flag, Style::of_stdout());
+    let options = merged(&load(&args.config)?);
+    if let Some(advice) = outcome.as_ref().and_then(|outcome| way_in(outcome, &found, &options, &args.config)) {
+        complain!("{advice}");
+    }
     if outcome.is_none() {
-        let options = merged(&load(&args.config)?);
         for selector in &spec.0 {
             if let Some(warning) = denial(selector, &options, &args.config) {
                 complain!("{warning}");
@@ -207,6 +210,16 @@ fn denial(selector: &Selector, options: &Options, file: &Path) -> Option<String>
         format!("add except = [\"{}\"] to [deny] of {}", printable(name.as_bytes()), shown(file))
     };
     Some(format!("{selector} is left alone: on the deny list ({entry}); to merge it, {change}"))
+}
+
+/// If the daemon leaves all processes alone because they aren't dumpable: how to have them merged.
+fn way_in(outcome: &Outcome, found: &[ProcessInfo], options: &Options, file: &Path) -> Option<String> {
+    if !outcome.is_left_alone() || outcome.reason != Some(Exclusion::NotDumpable.to_string()) {
+        return None;
+    }
+    let info = found.iter().find(|info| Some(info.pid()) == outcome.pid)?;
+    let name = info.allowed_as(&deny_list(options, &DenyFlags::default()), &Roots::default())?;
+    Some(format!("to merge processes that are not dumpable, add except = [\"{name}\"] to [deny] of {}", shown(file)))
 }
 
 /// Writes the list and makes the daemon read it, or starts the daemon.
@@ -454,6 +467,19 @@ mod tests {
         let denied = Options { denied: Some(vec!["chromium".to_owned()]), ..allowed };
         assert!(warning(&denied).unwrap().contains("remove \"chromium\" from the list \"also\""));
         assert_eq!(denial(&spec().0[0], &Options::default(), file), None);
+    }
+
+    #[test]
+    fn the_way_in_for_what_is_not_dumpable_is_named() {
+        let found = resolve(&ScopeSpec::of_pids([own_pid()]), &Roots::default()).unwrap();
+        let reason = Some(Exclusion::NotDumpable.to_string());
+        let alone = Outcome { processes: 1, left_alone: 1, pid: Some(own_pid()), reason, ..Outcome::default() };
+        let advice = |outcome: &Outcome| way_in(outcome, &found, &Options::default(), Path::new(DEFAULT_FILE));
+        let name = found[0].allowed_as(&deny_list(&Options::default(), &DenyFlags::default()), &Roots::default());
+        let Some(name) = name else { return pagefold_testkit::skip("others may write the test's executable") };
+        assert!(advice(&alone).unwrap().contains(&format!("add except = [\"{name}\"] to [deny]")));
+        assert_eq!(advice(&Outcome { reason: Some("traced".to_owned()), ..alone.clone() }), None);
+        assert_eq!(advice(&Outcome { left_alone: 0, ..alone }), None);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::deny_list::DenyList;
+use pagefold_procmem::Roots;
 use pagefold_text::escape::{printable, shell_word};
 use std::fmt::{self, Write};
 
@@ -72,7 +73,8 @@ impl DenyFlags {
     /// Applies these changes to a deny list.
     pub fn apply(&self, list: DenyList) -> DenyList {
         let Options { denied, allowed, override_opt_outs, .. } = &*self.0;
-        list.with(denied.as_deref().unwrap_or_default(), allowed.as_deref().unwrap_or_default())
+        let roots = Roots::default();
+        list.with(denied.as_deref().unwrap_or_default(), allowed.as_deref().unwrap_or_default(), &roots)
             .overriding(override_opt_outs.clone().unwrap_or_default())
     }
 }

@@ -155,7 +155,8 @@ options! {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch these programs, in addition to the deny list (base name, prefix followed by *, or path)";
+            "Never touch these programs, in addition to the deny list (base name, prefix followed by *, path, or a workload as \
+             for --allow)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";

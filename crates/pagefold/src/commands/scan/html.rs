@@ -202,7 +202,7 @@ fn left_out(html: &mut String, report: &ScanReport) {
             "<tr><td class=\"n\">{}</td><td>{}{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
-            escape(report.way_in(&row.reason)),
+            escape(&report.way_in(&row.reason)),
             escape(&where_),
         );
     }

@@ -146,20 +146,30 @@ fn groups_by_size(groups: BTreeMap<String, GroupRow>) -> Vec<GroupRow> {
     rows
 }
 
+/// We print at most this many options that bring in processes left out for the same reason.
+const WAYS_MOST: usize = 4;
+
 impl ScanReport {
-    /// The option or command that would bring in the processes left out for this reason, to print after the reason.
-    pub fn way_in(&self, reason: &str) -> &str {
+    /// The options or command that would bring in the processes left out for this reason, to print after the reason.
+    pub fn way_in(&self, reason: &str) -> String {
         let mut ways = BTreeSet::new();
         for row in &self.processes {
             if row.left_out.as_deref() == Some(reason) && !row.way_in.is_empty() {
                 ways.insert(row.way_in.as_str());
             }
         }
-        match ways.len() {
-            0 | 1 => ways.first().copied().unwrap_or_default(),
-            _ if reason == Exclusion::NotDumpable.to_string() => " (--allow NAME lets them in)",
-            _ => " (pagefold include lets them in)",
+        if ways.len() < 2 {
+            return ways.first().copied().unwrap_or_default().to_owned();
         }
+        if reason != Exclusion::NotDumpable.to_string() {
+            return " (pagefold include lets them in)".to_owned();
+        }
+        let mut flags = String::new();
+        for way in ways.iter().take(WAYS_MOST) {
+            flags += way.trim_start_matches(" (").trim_end_matches("lets it in)");
+        }
+        let more = if ways.len() > WAYS_MOST { "... " } else { "" };
+        format!(" ({flags}{more}let them in)")
     }
 
     /// Sums up the census's findings by process, kind, program, workload and cgroup. `rows` are the processes without
@@ -315,5 +325,21 @@ mod tests {
         assert_eq!(by_row, [(1, 70.0), (0, 50.0)]);
         let by_kind: f64 = report.kinds.iter().map(|row| row.figures.savable).sum();
         assert_eq!(bytes_of(by_kind), 120 << 12);
+    }
+    #[test]
+    fn several_ways_in_are_given_as_options() {
+        let reason = Exclusion::NotDumpable.to_string();
+        let row = |name: &str| {
+            let way_in = format!(" (--allow {name} lets it in)");
+            ProcessRow { left_out: Some(reason.clone()), way_in, ..ProcessRow::default() }
+        };
+        let way_in = |names: &[&str]| {
+            let rows = names.iter().map(|name| row(name)).collect();
+            let none = Findings { cells: Vec::new(), total: Figures::default(), error: 0.0 };
+            ScanReport::of::<RegionKind>(rows, &[], &[], &none, 1.0, String::new(), Cost::default()).way_in(&reason)
+        };
+        assert_eq!(way_in(&["nginx"]), " (--allow nginx lets it in)");
+        assert_eq!(way_in(&["nginx", "'pod a/b'", "nginx"]), " (--allow 'pod a/b' --allow nginx let them in)");
+        assert!(way_in(&["a", "b", "c", "d", "e"]).ends_with("--allow d ... let them in)"));
     }
 }
