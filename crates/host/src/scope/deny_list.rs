@@ -227,8 +227,8 @@ pub fn workload_entry(entry: &str) -> Option<Selector> {
 
 /// If an entry is invalid because it would never match, says why.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
-    if workload_entry(entry).is_some() {
-        return None;
+    if let Some(selector) = workload_entry(entry) {
+        return selector.unfit();
     }
     let name = entry.strip_suffix('*').unwrap_or(entry);
     let is_path = entry.starts_with('/') && !entry.ends_with(['/', '*']);
@@ -355,7 +355,7 @@ mod tests {
         for fit in ["vault", "a", "*", "wallet*", "with space", "/usr/bin/vault", "cgroup /a"] {
             assert_eq!(unfit_entry(fit), None, "{fit}");
         }
-        for unfit in ["", "a*b", "**", "/usr/bin/va*", "/usr/bin/", "/", "bin/", "a\0"] {
+        for unfit in ["", "a*b", "**", "/usr/bin/va*", "/usr/bin/", "/", "bin/", "a\0", "pod shop*", "cgroup /../a"] {
             assert!(unfit_entry(unfit).is_some(), "{unfit:?}");
         }
     }

@@ -50,6 +50,17 @@ impl Selector {
         Self::named(kind, name.trim().to_owned()).filter(|_| !name.trim().is_empty())
     }
 
+    /// If this would never match, says why.
+    pub fn unfit(&self) -> Option<&'static str> {
+        match self {
+            Self::Workload(workload) => workload.unfit(),
+            Self::Cgroup(path) if path.components().any(|part| part == Component::ParentDir) => {
+                Some("leads out of the cgroup; give a path without ..")
+            }
+            _ => None,
+        }
+    }
+
     /// Whether both select the same processes. A service goes by its name with and without `.service`.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {

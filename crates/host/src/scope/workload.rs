@@ -70,6 +70,27 @@ impl Workload {
         }
     }
 
+    /// If this is a pattern of pods' names that would never match, says why.
+    pub fn unfit(&self) -> Option<&'static str> {
+        if self.kind != WorkloadKind::Pod || !self.name.contains('*') {
+            return None;
+        }
+        match self.name.strip_suffix('*').and_then(|start| start.split_once('/')) {
+            Some((namespace, name)) if !namespace.is_empty() && !namespace.contains('*') && !name.contains('*') => None,
+            _ => {
+                Some("has an asterisk that is not at the end of NAMESPACE/NAME; give a name like shop/cart-* or shop/*")
+            }
+        }
+    }
+
+    /// Whether this is the engine's name of a container or pod, or a pattern that matches a pod's.
+    fn is_name_or_pattern_of(&self, name: &str) -> bool {
+        match self.name.strip_suffix('*') {
+            Some(start) if self.kind == WorkloadKind::Pod && self.unfit().is_none() => name.starts_with(start),
+            _ => name == self.name,
+        }
+    }
+
     /// Whether this is a name of a process's workload, whoever has chosen the name.
     pub(super) fn names(&self, info: &ProcessInfo) -> bool {
         info.cgroups.all.iter().any(|cgroup| {
@@ -169,7 +190,7 @@ impl Label<'_> {
     }
 
     /// Whether `asked` is a name of this workload: as we show it, as it is in the path, the first digits of an
-    /// identifier, the engine's name for it, or a service without `.service`.
+    /// identifier, the engine's name for it, the start of a pod's name and `*`, or a service without `.service`.
     pub(super) fn is_called(&self, asked: &Workload) -> bool {
         if self.kind != asked.kind {
             return false;
@@ -177,7 +198,7 @@ impl Label<'_> {
         if matches!(self.kind, WorkloadKind::Pod | WorkloadKind::Container) && is_id(&self.name) {
             let digits = asked.name.to_ascii_lowercase();
             let has_digits = digits.len() >= SHORT_ID && self.name.starts_with(&digits);
-            return has_digits || self.engines_name().is_some_and(|name| name == asked.name);
+            return has_digits || self.engines_name().is_some_and(|name| asked.is_name_or_pattern_of(&name));
         }
         let shown = self.workload().name;
         for name in [&self.name, &shown] {
@@ -360,6 +381,23 @@ mod tests {
             let found = name_of(path);
             assert!(found.is_none_or(|found| found.kind == WorkloadKind::Unit), "{path}");
         }
+    }
+
+    #[test]
+    fn pods_are_named_by_the_start_of_their_names_within_a_namespace() {
+        let asked = |name: &str| Workload { kind: WorkloadKind::Pod, name: name.to_owned() };
+        let cart = "shop/cart-7d9f8b6c5-x2x4z";
+        for name in ["shop/*", "shop/cart-*", "shop/cart*", cart] {
+            assert!(asked(name).is_name_or_pattern_of(cart) && asked(name).unfit().is_none(), "{name}");
+        }
+        for name in ["shop/cart", "shop/cart-", "shop/web-*", "sho/*", "shop"] {
+            assert!(!asked(name).is_name_or_pattern_of(cart) && asked(name).unfit().is_none(), "{name}");
+        }
+        for name in ["*", "shop*", "*/cart-*", "shop/c*t", "/*", "*/*", "shop/**"] {
+            assert!(!asked(name).is_name_or_pattern_of(cart) && asked(name).unfit().is_some(), "{name}");
+        }
+        let container = Workload { kind: WorkloadKind::Container, name: "web*".to_owned() };
+        assert!(!container.is_name_or_pattern_of("web1") && container.unfit().is_none());
     }
 
     #[test]

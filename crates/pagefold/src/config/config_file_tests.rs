@@ -57,6 +57,26 @@ fn values_have_the_type_of_their_option() {
 }
 
 #[test]
+fn patterns_of_pods_that_would_never_match_are_refused() {
+    for list in [
+        "[scope]\npods = [\"P\"]",
+        "[scope]\nenabled = [\"pod P\"]",
+        "[deny]\nworkloads = [\"pod P\"]",
+        "[deny]\nexcept = [\"pod P\"]",
+        "[[domains.rule]]\nname = \"a\"\npod = \"P\"",
+        "[[limits.group]]\nname = \"a\"\ngovernor = \"low\"\npod = \"P\"",
+    ] {
+        for pattern in ["*/x", "shop/c*t", "shop*"] {
+            let line = refused(&list.replace('P', pattern));
+            assert!(line.ends_with("at the end of NAMESPACE/NAME; give a name like shop/cart-* or shop/*"), "{line}");
+        }
+        for pattern in ["shop/*", "shop/cart-*", "shop/cart-0"] {
+            parse(&list.replace('P', pattern), NAME).unwrap();
+        }
+    }
+}
+
+#[test]
 fn errors_name_line_and_key_and_the_one_that_was_meant() {
     let mut lines = String::new();
     for text in [

@@ -109,7 +109,7 @@ fn argument(option: &OptionSpec) -> Arg {
     if let Some(default) = option.default() {
         let _ = write!(help, " [default: {default}]");
     }
-    let is_list = matches!(option.allowed, Allowed::List | Allowed::Programs);
+    let is_list = matches!(option.allowed, Allowed::List | Allowed::Pods | Allowed::Programs);
     argument.action(if is_list { ArgAction::Append } else { ArgAction::Set }).value_name(value_name).long_help(help)
 }
 

@@ -8,7 +8,7 @@
 
 use crate::config::config_file::{Problem, Source};
 use crate::config::settings::{DomainSource, MechanismChoice};
-use crate::config::values::Allowed::{self, Any, Count, List, Programs, Rules, Share, Time};
+use crate::config::values::Allowed::{self, Any, Count, List, Pods, Programs, Rules, Share, Time, Workloads};
 use crate::config::values::{Rule, Value};
 use crate::log::LogLevels;
 use pagefold_engine::config::{Config, Only, Preset};
@@ -117,8 +117,9 @@ options! {
         "containers" "--container <NAME>" containers: Vec<String>, List, "[\"web1\", \"3f0c1d2e9a7b\"]",
             "Processes of this container: its name (Docker, Podman, nerdctl or LXC), or at least 12 digits of its ID (also \
              containerd or CRI-O)";
-        "pods" "--pod <NAME>" pods: Vec<String>, List, "[\"shop/cart-0\"]",
-            "Processes of this Kubernetes pod: NAMESPACE/NAME, or at least 12 characters of its UID";
+        "pods" "--pod <NAME>" pods: Vec<String>, Pods, "[\"shop/cart-*\"]",
+            "Processes of this Kubernetes pod: NAMESPACE/NAME (an asterisk at the end matches any rest), or at least 12 \
+             characters of its UID";
         "enabled" "SELECTOR" enabled: Vec<Selector>, List, "[\"exe redis-server\", \"unit nginx.service\"]",
             "Selectors that pagefold enable has added: each a kind (exe, unit, vm, container, pod, cgroup or user) and a name";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
@@ -159,8 +160,9 @@ options! {
              for --allow)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
-             non-dumpable)";
-        "workloads" "NAME" denied_workloads: Vec<String>, List, "[\"vault.service\", \"vm web1\", \"container vault\"]",
+             non-dumpable). Names of programs don't count in containers; there, allow a workload with all its programs: \
+             'container web1', 'pod shop/cart-0', 'vm web1' or 'unit web.service'";
+        "workloads" "NAME" denied_workloads: Vec<String>, Workloads, "[\"vault.service\", \"vm web1\", \"container vault\"]",
             "Never touch these units, virtual machines, containers and pods, named as pagefold top shows them";
         "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
             "[\"batch.service\", \"web1\"]",

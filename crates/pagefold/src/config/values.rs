@@ -12,6 +12,7 @@ use pagefold_engine::reserve::Keep;
 use pagefold_engine::units::Permyriad;
 use pagefold_host::scope::Selector;
 use pagefold_host::scope::deny_list::unfit_entry;
+use pagefold_host::scope::workload::Workload;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -32,6 +33,10 @@ pub enum Allowed {
     List,
     /// A list of entries of the deny list.
     Programs,
+    /// A list of names of pods.
+    Pods,
+    /// A list of workloads, each as we show it.
+    Workloads,
     /// Rules that may set these options for the processes they select.
     Rules(&'static [&'static str]),
 }
@@ -179,7 +184,11 @@ impl Rule {
             match &**key.get_ref() {
                 "name" => name = String::read(&entry)?,
                 kind if Selector::NAMED.contains(&kind) => {
-                    selectors.extend(String::read(&entry)?.and_then(|name| Selector::named(kind, name)));
+                    let selector = String::read(&entry)?.and_then(|name| Selector::named(kind, name));
+                    if let Some(why) = selector.as_ref().and_then(Selector::unfit) {
+                        return Err(entry.problem(&format!("the name {why}")));
+                    }
+                    selectors.extend(selector);
                 }
                 other => {
                     let Some(option) = all().find(|option| option.key == other && settable.contains(&other)) else {
@@ -228,17 +237,20 @@ impl Scalar for bool {
 
 impl Scalar for String {
     fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
-        match source.allowed {
-            Allowed::Programs => match unfit_entry(text) {
-                Some(why) => Err(format!("'{text}' {why}")),
-                None => Ok(text.to_owned()),
-            },
-            // An empty path of a cgroup would select the whole machine.
-            _ if text.is_empty() || text.contains(char::is_control) => {
-                Err("the name is empty or has a control character; give another one".to_owned())
-            }
-            _ => Ok(text.to_owned()),
+        let unfit = match source.allowed {
+            Allowed::Programs => unfit_entry(text),
+            Allowed::Pods => Selector::named("pod", text.to_owned()).and_then(|pod| pod.unfit()),
+            Allowed::Workloads => Workload::parse(text).unfit(),
+            _ => None,
+        };
+        if let Some(why) = unfit {
+            return Err(format!("'{text}' {why}"));
         }
+        // An empty path of a cgroup would select the whole machine.
+        if !matches!(source.allowed, Allowed::Programs) && (text.is_empty() || text.contains(char::is_control)) {
+            return Err("the name is empty or has a control character; give another one".to_owned());
+        }
+        Ok(text.to_owned())
     }
 
     fn format(&self) -> String {
@@ -251,8 +263,12 @@ impl Scalar for Selector {
         let (kind, name) = text.split_once(' ').unwrap_or((text, ""));
         let name = <String as Scalar>::parse(name, source)?;
         let kinds = Self::NAMED.join(", ");
-        Self::named(kind, name)
-            .ok_or_else(|| format!("'{text}' has an unknown kind; write a name after one of {kinds}"))
+        let selector = Self::named(kind, name)
+            .ok_or_else(|| format!("'{text}' has an unknown kind; write a name after one of {kinds}"))?;
+        match selector.unfit() {
+            Some(why) => Err(format!("'{text}' {why}")),
+            None => Ok(selector),
+        }
     }
 
     fn format(&self) -> String {
