@@ -164,6 +164,8 @@ pub(super) struct Label<'a> {
     name: String,
     /// The path of the cgroup that contains the named one.
     pub(super) parent: &'a str,
+    /// The path of the named cgroup.
+    path: &'a str,
 }
 
 impl Label<'_> {
@@ -211,8 +213,16 @@ impl Label<'_> {
     }
 
     /// Whether only the system can have made this cgroup, to judge by the cgroups above: a service, or root in a
-    /// container that we don't recognise, can make cgroups below its own.
+    /// container that we don't recognise, can make cgroups below its own. Podman does so, too, for a container that is
+    /// a service (`--cgroups=split`), and then says where.
     pub(super) fn is_systems(&self) -> bool {
+        self.is_below_slices()
+            || self.kind == WorkloadKind::Container
+                && is_id(&self.name)
+                && EngineNames::here().is_in(&self.name, self.path)
+    }
+
+    fn is_below_slices(&self) -> bool {
         let is_typed_unit = self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some();
         for part in self.parent.split('/') {
             let is_fine = match unit_type(part) {
@@ -243,26 +253,31 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
     let mut end = 0;
     for part in path.split('/') {
         let parent = &path[..end];
+        let through = &path[..end + part.len()];
         end += part.len() + 1;
         if part.is_empty() {
             continue;
         }
         let above = std::mem::replace(&mut last, part);
         if let Some((kind, name)) = pod(part).or_else(|| machine(above, part)).or_else(|| container(above, part)) {
-            labels.push(Label { kind, name, parent });
+            if part.ends_with(".service") {
+                // The unit of systemd-nspawn, which is a container.
+                labels.push(Label { kind: WorkloadKind::Unit, name: part.to_owned(), parent, path: through });
+            }
+            labels.push(Label { kind, name, parent, path: through });
             if kind != WorkloadKind::Pod {
                 return labels;
             }
         } else if unit_type(part).is_some() {
             // systemd puts an underscore before a name that the kernel could use for a file.
             let name = part.strip_prefix('_').unwrap_or(part);
-            labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent });
+            labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent, path: through });
         }
     }
     // No service or other workload is in the path, so we go by the innermost cgroup.
     if !last.is_empty() && !labels.iter().any(|label| label.kind != WorkloadKind::Unit || label.is_service()) {
         let parent = path.trim_end_matches('/').strip_suffix(last).unwrap_or_default();
-        labels.push(Label { kind: WorkloadKind::Unit, name: last.to_owned(), parent });
+        labels.push(Label { kind: WorkloadKind::Unit, name: last.to_owned(), parent, path });
     }
     labels
 }
@@ -294,9 +309,16 @@ fn machine(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
     if let Some(name) = part.strip_prefix("lxc.payload.") {
         return named_if(!name.is_empty(), WorkloadKind::Container, name);
     }
-    let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
-    let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
-    named_if(is_number(id), WorkloadKind::Vm, name)
+    if above == "machine.slice" {
+        if let Some(name) = part.strip_prefix("systemd-nspawn@").and_then(|name| name.strip_suffix(".service")) {
+            return named_if(!name.is_empty(), WorkloadKind::Container, &unescaped(name));
+        }
+    }
+    let machine = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
+    if let Some((id, name)) = machine.strip_prefix("qemu-").and_then(|guest| guest.split_once('-')) {
+        return named_if(is_number(id), WorkloadKind::Vm, name);
+    }
+    named_if(above == "machine.slice" && !machine.is_empty(), WorkloadKind::Container, &machine)
 }
 
 pub(super) fn is_number(text: &str) -> bool {
@@ -311,7 +333,7 @@ fn container(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
     let is_whole_id = part.len() == 64 && is_id(part);
     let mut id = if is_whole_id || above == "docker" || pod(above).is_some() { part } else { "" };
     let name = part.strip_suffix(".scope").unwrap_or(part);
-    for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"] {
+    for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "libpod-payload-", "nerdctl-"] {
         id = name.strip_prefix(prefix).unwrap_or(id);
     }
     named_if(is_id(id), WorkloadKind::Container, id)
@@ -369,6 +391,9 @@ mod tests {
             ("/batch.slice", "batch.slice"),
             ("/lxc.payload.db/system.slice/cron.service", "container db"),
             (&format!("/libpod_parent/libpod-{id}"), "container 3f0c3f0c3f0c"),
+            (&format!("/system.slice/web.service/libpod-payload-{id}"), "container 3f0c3f0c3f0c"),
+            ("/machine.slice/systemd-nspawn@a.service/payload/system.slice/nginx.service", "container a"),
+            (r"/machine.slice/machine-a\x2d1.scope/payload/init.scope", "container a-1"),
         ] {
             assert_eq!(name_of(path).map(|found| found.to_string()).as_deref(), Some(name), "{path}");
         }
@@ -435,6 +460,9 @@ mod tests {
         // A container's own root names the cgroups below it.
         let inner = format!("/system.slice/docker-{id}.scope/system.slice/nginx.service");
         assert!(!is_called(&inner, WorkloadKind::Unit, "nginx") && is_called(&inner, WorkloadKind::Container, &id));
+        let nspawn = "/machine.slice/systemd-nspawn@a.service/payload/system.slice/nginx.service";
+        assert!(is_called(nspawn, WorkloadKind::Container, "a") && !is_called(nspawn, WorkloadKind::Unit, "nginx"));
+        assert!(is_called(nspawn, WorkloadKind::Unit, "systemd-nspawn@a"));
         assert!(is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "104"));
         assert!(!is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "10"));
     }

@@ -115,7 +115,7 @@ options! {
         "vms" "--vm <NAME>" vms: Vec<String>, List, "[\"web1\", 104]",
             "This virtual machine: libvirt's name or Proxmox VE's number";
         "containers" "--container <NAME>" containers: Vec<String>, List, "[\"web1\", \"3f0c1d2e9a7b\"]",
-            "Processes of this container: its name (Docker, Podman, nerdctl or LXC), or at least 12 digits of its ID (also \
+            "Processes of this container: its name (Docker, Podman, nerdctl, LXC or nspawn), or at least 12 digits of its ID (also \
              containerd or CRI-O)";
         "pods" "--pod <NAME>" pods: Vec<String>, Pods, "[\"shop/cart-*\"]",
             "Processes of this Kubernetes pod: NAMESPACE/NAME (an asterisk at the end matches any rest), or at least 12 \
