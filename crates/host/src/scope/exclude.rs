@@ -180,7 +180,7 @@ impl fmt::Display for Exclusion {
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
             Self::Untrusted(why) => {
-                return write!(f, "{}; select it by --pid, --cgroup or --user", why.clause("its executable"));
+                return write!(f, "{}; select it by {}", why.clause("its executable"), why.ways());
             }
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {

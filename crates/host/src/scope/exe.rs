@@ -14,11 +14,12 @@ use pagefold_procmem::os::peer::is_trusted;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{exe_of, program_name};
 use pagefold_text::escape::printable;
+use pagefold_text::regular;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
@@ -79,6 +80,14 @@ pub enum Distrust {
 }
 
 impl Distrust {
+    /// The options that select such a process.
+    pub(super) fn ways(&self) -> &'static str {
+        match self {
+            Self::Elsewhere => "--container, --pod, --pid, --cgroup or --user",
+            _ => "--pid, --cgroup or --user",
+        }
+    }
+
     /// A clause about the process, whose executable is called `exe`.
     pub(super) fn clause(&self, exe: &str) -> String {
         match self {
@@ -261,6 +270,23 @@ fn follow_roots(path: &Path) -> Option<PathBuf> {
         }
     }
     Some(walked)
+}
+
+/// The interpreter that runs a script, if this path leads to a script that root alone can replace: its first line is
+/// `#!` and a path. A process that runs a script has the interpreter as its executable.
+pub fn interpreter_of(path: &Path) -> Option<String> {
+    /// The kernel reads as much (`BINPRM_BUF_SIZE`).
+    const FIRST_LINE_MOST: u64 = 256;
+    let file = regular::open(&follow_roots(path)?, OpenOptions::new().read(true)).ok()?;
+    let mut start = Vec::new();
+    file.take(FIRST_LINE_MOST).read_to_end(&mut start).ok()?;
+    let line = start.strip_prefix(b"#!")?.split(|&byte| byte == b'\n').next()?;
+    let line = String::from_utf8_lossy(line);
+    let mut words = line.split_whitespace();
+    let first = words.next()?;
+    let program =
+        if first.ends_with("/env") { words.find(|word| !word.starts_with('-') && !word.contains('=')) } else { None };
+    Some(printable(program.unwrap_or(first).as_bytes()))
 }
 
 /// Pushes the parts of a path, the last one first.

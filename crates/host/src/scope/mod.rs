@@ -104,7 +104,12 @@ pub enum ScopeError {
     NoMatch(String),
     /// Processes match by name only, and any user can choose such a name.
     #[error("no process matches {scope}: {why}")]
-    NameOnly { scope: String, why: String },
+    NameOnly {
+        scope: String,
+        why: String,
+        /// The options that select such processes.
+        ways: &'static str,
+    },
     /// We can't read the process list.
     #[error("cannot read {path}: {source}")]
     Io { path: String, source: io::Error },
@@ -176,8 +181,9 @@ fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Res
     let Some((info, why)) = found.iter().find_map(|info| Some((info, info.distrust.clone()?))) else {
         return Err(ScopeError::NoMatch(scope));
     };
+    let ways = why.ways();
     let why = why.clause(&format!("the executable of process {}, {},", info.pid(), info.exe_text()));
-    Err(ScopeError::NameOnly { scope, why })
+    Err(ScopeError::NameOnly { scope, why, ways })
 }
 
 /// Like [`resolve`], but considers only processes selected by pid and ones that `is_candidate` accepts. The result may

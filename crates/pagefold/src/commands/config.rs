@@ -4,14 +4,14 @@ use crate::config::args::RunArgs;
 use crate::config::config_file::nearest;
 use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
-use crate::config::scope::explain;
+use crate::config::scope::{explain, script_hint};
 use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, load, merged};
 use crate::place;
 use anyhow::Result;
 use pagefold_engine::config::Config;
 use pagefold_host::scope::deny_list::{DenyList, workload_entry};
 use pagefold_host::scope::domain::DEFAULT;
-use pagefold_host::scope::exe::Matching;
+use pagefold_host::scope::exe::{Matching, interpreter_of};
 use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, resolve_for_undoing};
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
@@ -67,6 +67,9 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
             let installed = installed();
             for layer in &layers {
                 text.line(format!("{} is valid", shown(&layer.path)));
+                for warning in scripts(&layer.options) {
+                    complain!("{}: {warning}", shown(&layer.path));
+                }
                 for name in programs_of(&layer.options) {
                     if let Some(warning) = doubt(name, &installed) {
                         complain!("{}: {warning}", shown(&layer.path));
@@ -136,17 +139,40 @@ fn contradictions(options: &Options) -> Vec<String> {
     warnings
 }
 
+/// Warnings about names that stand for scripts: a process that runs one has the interpreter as its executable.
+fn scripts(options: &Options) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let exes = options.exes.iter().flatten().map(String::as_str);
+    for name in exes.chain(programs_of_rules(options)) {
+        let mut places = DIRECTORIES.iter().map(|directory| format!("{directory}/{name}"));
+        let hint = if name.starts_with('/') { script_hint(name) } else { places.find_map(|path| script_hint(&path)) };
+        warnings.extend(hint);
+    }
+    for name in options.denied.iter().flatten().filter(|name| name.starts_with('/')) {
+        if let Some(interpreter) = interpreter_of(Path::new(name)) {
+            warnings.push(format!("{name} is a script, run by {interpreter}; deny it by its base name"));
+        }
+    }
+    warnings
+}
+
+fn programs_of_rules(options: &Options) -> Vec<&str> {
+    let mut names = Vec::new();
+    for rule in [&options.groups, &options.domain_rules].into_iter().flatten().flatten() {
+        if let Selector::Exe(name) = &rule.selector {
+            names.push(name.as_str());
+        }
+    }
+    names
+}
+
 /// The names of programs in a file's options, except in `[deny] programs`, which replaces the default deny list.
 fn programs_of(options: &Options) -> Vec<&str> {
     let mut names = Vec::new();
     for list in [&options.exes, &options.denied, &options.allowed] {
         names.extend(list.iter().flatten().map(String::as_str).filter(|name| workload_entry(name).is_none()));
     }
-    for rule in [&options.groups, &options.domain_rules].into_iter().flatten().flatten() {
-        if let Selector::Exe(name) = &rule.selector {
-            names.push(name);
-        }
-    }
+    names.extend(programs_of_rules(options));
     names
 }
 
@@ -231,6 +257,25 @@ mod tests {
             &format!("[scope]\nexes = [\"y\"]\n[deny]\nprograms = [\"n\"]\nalso = [\"z\", \"unit z\"]\n{rules}"),
         );
         assert_eq!(programs_of(&named.options), ["y", "z", "x"]);
+    }
+
+    #[test]
+    fn scripts_are_doubted_where_they_match_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("gunicorn");
+        std::fs::write(&script, "#!/usr/bin/python3\n").unwrap();
+        let path = script.display();
+        for (text, advice) in [
+            (format!("[scope]\nexes = [\"{path}\", \"/bin/sleep\"]\n"), "; select it by --unit"),
+            (format!("[[domains.rule]]\nname = \"a\"\nexe = \"{path}\"\n"), "; select it by --unit"),
+            (format!("[deny]\nalso = [\"{path}\", \"gunicorn\"]\n"), "; deny it by its base name"),
+        ] {
+            let [warning] = &scripts(&parse(&text, "a").unwrap())[..] else { panic!("{text}") };
+            assert!(
+                warning.contains("gunicorn is a script, run by /usr/bin/python3") && warning.contains(advice),
+                "{warning}"
+            );
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::config::enabled::EnabledFile;
 use crate::config::flags::{DenyFlags, NameFlags};
 use crate::config::options::Options;
 use crate::config::ownership::shown;
-use crate::config::scope::explain;
+use crate::config::scope::{explain, hint};
 use crate::config::settings::{DEFAULT_FILE, deny_list, load, merged};
 use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
@@ -123,7 +123,8 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
     preflight::see_cgroups();
     let found = match resolve(&spec, &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) => {
-            complain!("{error}; memory is merged once there is one");
+            let next = hint(&error).unwrap_or_else(|| "memory is merged once there is one".to_owned());
+            complain!("{error}; {next}");
             Vec::new()
         }
         found => found.map_err(|error| explain(&error))?,

@@ -8,7 +8,7 @@ pub mod summary;
 use crate::backend::Backend;
 use crate::bounds::Bounds;
 use crate::config::args::RunArgs;
-use crate::config::scope::{ScopeArgs, explain};
+use crate::config::scope::{ScopeArgs, explain, hint};
 use crate::config::settings::Settings;
 use crate::control::queue::RunFacts;
 use crate::daemon::{Daemon, Start};
@@ -119,6 +119,9 @@ fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Resul
     let found = match resolve(&settings.scope.spec(), &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) if waits => {
             complain!("{error}; waiting for one to start");
+            if let Some(hint) = hint(&error) {
+                complain!("{hint}");
+            }
             return Ok(Vec::new());
         }
         found => found.map_err(|error| explain(&error))?,

@@ -5,6 +5,7 @@ use crate::config::options::Options;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
+use pagefold_host::scope::exe::interpreter_of;
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
@@ -15,6 +16,7 @@ use pagefold_text::escape::shell_word;
 use pagefold_text::exit::{self, Exit};
 use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 
 /// The processes in scope. With several flags, a process that matches any of them is in scope.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -157,6 +159,9 @@ pub fn explain(error: &ScopeError) -> Exit {
 }
 
 fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
+    if let Some(hint) = hint(error) {
+        return Exit::new(exit::NO_SCOPE, format!("{error}; {hint}"));
+    }
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
         ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: check with ps"),
@@ -186,10 +191,37 @@ fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
             }
             _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows running programs"),
         },
-        ScopeError::NameOnly { .. } => (exit::NO_SCOPE, "name them by --pid, --cgroup or --user"),
+        ScopeError::NameOnly { ways, .. } => {
+            return Exit::new(exit::NO_SCOPE, format!("{error}; name them by {ways}"));
+        }
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
     };
     Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// Why one selector may match no process although it seems right, and another way to select the processes.
+pub fn hint(error: &ScopeError) -> Option<String> {
+    let ScopeError::NoMatch(scope) = error else { return None };
+    let (flag, name) = scope.split_once(' ').filter(|(_, name)| !name.contains(" --"))?;
+    match flag {
+        "--exe" => script_hint(name),
+        "--container" => Some(
+            "names come from the files of root's Docker, Podman, CRI-O and nerdctl, and from the cgroups of LXC and \
+             nspawn; at least 12 digits of the ID always work"
+                .to_owned(),
+        ),
+        "--pod" => Some(
+            "names are those in /var/log/pods, as NAMESPACE/NAME; at least 12 characters of the UID always work"
+                .to_owned(),
+        ),
+        _ => None,
+    }
+}
+
+/// If this path is a script's: why it selects no process, and the ways that do.
+pub fn script_hint(path: &str) -> Option<String> {
+    let interpreter = interpreter_of(Path::new(path))?;
+    Some(format!("{path} is a script, run by {interpreter}; select it by --unit, --container, --cgroup or --user"))
 }
 
 /// Whether `name` is the name of a unit, rather than a path or a list of flags.
@@ -222,6 +254,39 @@ mod tests {
         let advice = |scope: &str| explain_to(&ScopeError::NoMatch(scope.into()), true).line;
         assert!(advice("--cgroup /a").ends_with("; the cgroup is empty: start a program in it first"));
         assert!(advice("--cgroup /a --exe b").contains("; check the spelling"));
+    }
+
+    #[test]
+    fn a_script_is_said_to_be_run_by_its_interpreter() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("gunicorn");
+        let path = script.to_str().unwrap();
+        for (text, interpreter) in [
+            ("#!/usr/bin/python3 -I\nimport sys\n", "/usr/bin/python3"),
+            ("#! /usr/bin/env -S python3 -I\n", "python3"),
+            ("#!/bin/sh", "/bin/sh"),
+        ] {
+            std::fs::write(&script, text).unwrap();
+            let line = explain(&ScopeError::NoMatch(format!("--exe {path}"))).line;
+            let hint = format!(
+                "{path} is a script, run by {interpreter}; select it by --unit, --container, --cgroup or --user"
+            );
+            assert_eq!(line, format!("no process matches --exe {path}; {hint}"));
+        }
+        for text in ["\x7fELF", "", "#!", "#!\n/bin/sh"] {
+            std::fs::write(&script, text).unwrap();
+            assert_eq!(script_hint(path), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn names_of_containers_and_pods_have_a_source() {
+        let line = |scope: &str| explain_to(&ScopeError::NoMatch(scope.into()), true).line;
+        assert!(line("--container web").ends_with("at least 12 digits of the ID always work"));
+        assert!(line("--pod 'shop/cart-*'").ends_with("at least 12 characters of the UID always work"));
+        let (scope, why) = ("--exe a".to_owned(), "b".to_owned());
+        let elsewhere = ScopeError::NameOnly { scope, why, ways: "--container or --pod" };
+        assert_eq!(explain(&elsewhere).line, "no process matches --exe a: b; name them by --container or --pod");
     }
 
     #[test]
