@@ -302,7 +302,7 @@ fn exec_is_detected_though_another_process_keeps_the_address_space() {
     memory.fill(0);
     memory.advise(libc::MADV_DOFORK);
     let child = Forked::start(|| {
-        let mut stack = [0_u8; 65_536];
+        let mut stack = [0_u8; 8_192];
         let sleep: [*const libc::c_char; 3] = [c"sleep".as_ptr(), c"60".as_ptr(), std::ptr::null()];
         // SAFETY: the stack is large enough, and remains until exec; the other process keeps its address space. The
         // strings end with a null, and the list with a null pointer.
