@@ -17,6 +17,12 @@
 //! Merged zeros count, too. The kernel's zero page is charged to nobody, but other memory may have filled the freed
 //! room by the time programs write to their zeros.
 //!
+//! A child maps its parent's merged pages, too, so right after a fork the sum counts them twice and may be above the
+//! limit. A child that only reads, as one that writes its parent's memory to a disk does, needs no room: if just one of
+//! the two writes a page, the cgroup is charged for one copy, as it would be without merging. If both write, pages kept
+//! for others come on top of both copies. So while the child is young ([`FORK_NS`]), there's no headroom for more merging,
+//! but we don't unmerge others' memory until less is left than copies of the parent's merged pages take.
+//!
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
 //! a process outside the limit has had memory that may be merged: otherwise each restart of such processes would lift
@@ -32,6 +38,10 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::slice;
 
+/// For this long after a fork, nanoseconds, a child's pages that its parent maps, too, are no reason to unmerge others'
+/// memory: most children that never write them have ended by then.
+pub const FORK_NS: u64 = 60_000_000_000;
+
 /// The room left below one limit.
 #[derive(Clone, Copy, Debug)]
 struct LimitRoom {
@@ -41,7 +51,8 @@ struct LimitRoom {
     left: Pages,
     /// How many more pages we may merge while half of the reserve is lent ([`Headroom::lend`]).
     lent: Pages,
-    /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
+    /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever, apart from those
+    /// of young children.
     over: Pages,
     /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
     /// merged.
@@ -74,8 +85,16 @@ impl Headroom {
     }
 
     /// Recomputes the headroom below every limit that was read since the last call. `mergeable` are the pages that may
-    /// be merged already, of every process in scope, and `total` is the machine's memory.
-    pub fn look(&mut self, keep: Keep, total: Pages, limits: &[LimitView], mergeable: &FxHashMap<OwnerKey, Pages>) {
+    /// be merged already, of every process in scope, `inherited` the same pages of young children that their parents map,
+    /// too, and `total` is the machine's memory.
+    pub fn look(
+        &mut self,
+        keep: Keep,
+        total: Pages,
+        limits: &[LimitView],
+        mergeable: &FxHashMap<OwnerKey, Pages>,
+        inherited: &FxHashMap<OwnerKey, Pages>,
+    ) {
         let before = std::mem::take(&mut self.limits);
         self.of_owner.clear();
         self.lends = false;
@@ -87,7 +106,7 @@ impl Headroom {
             if !was_shared && covers(view, mergeable) || total > Pages(0) && view.limit >= total {
                 continue;
             }
-            let held: Pages = view.owners.iter().filter_map(|owner| mergeable.get(owner)).copied().sum();
+            let held = sum_of(mergeable, view);
             let is_shared = was_shared || held < held_by_all;
             if held > Pages(0) && view.limit > Pages(0) {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
@@ -97,7 +116,7 @@ impl Headroom {
                 read_ns: view.read_ns,
                 left: view.left.saturating_sub(held + reserve),
                 lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
-                over: held.saturating_sub(view.left),
+                over: held.saturating_sub(sum_of(inherited, view) + view.left),
                 is_shared,
             };
             let room = match known {
@@ -230,6 +249,11 @@ impl Headroom {
     }
 }
 
+/// How many of these pages are in processes that a limit applies to.
+fn sum_of(pages: &FxHashMap<OwnerKey, Pages>, view: &LimitView) -> Pages {
+    view.owners.iter().filter_map(|owner| pages.get(owner)).copied().sum()
+}
+
 /// Whether a limit applies to every process in scope, so that nobody outside can share a page charged to it.
 fn covers(view: &LimitView, scope: &FxHashMap<OwnerKey, Pages>) -> bool {
     if view.owners.len() < scope.len() {
@@ -254,7 +278,7 @@ mod tests {
     fn look(headroom: &mut Headroom, limits: &[LimitView], mergeable: [u64; 3]) -> [Option<(u32, u64)>; 3] {
         let owners = [OwnerKey(1), OwnerKey(2), OwnerKey(3)];
         let mergeable = owners.into_iter().zip(mergeable.map(Pages)).collect();
-        headroom.look(Keep::Share(Permyriad(1_000)), Pages(10_000), limits, &mergeable);
+        headroom.look(Keep::Share(Permyriad(1_000)), Pages(10_000), limits, &mergeable, &FxHashMap::default());
         owners.map(|owner| headroom.of(owner).map(|(key, left)| (key.0, left.0)))
     }
 

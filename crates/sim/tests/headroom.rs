@@ -318,6 +318,130 @@ fn a_child_needs_headroom_beside_its_parents() {
     run_within(&mut sim, 60, &[(1, limit), (2, Pages(EACH))]);
 }
 
+/// Two merged programs. The limit has room for a program and a child that both write all of their memory, but not also
+/// for all pages that are kept for the other program.
+fn snapshots(mut sim: Machine) -> (Machine, Vec<OwnerKey>, Pages) {
+    let limit = Pages(EACH * 23 / 10);
+    let owners = contained(&mut sim, 2, limit);
+    run_within(&mut sim, 120, &[(1, limit), (2, limit)]);
+    assert!(sim.saved().0 >= EACH * 98 / 100, "{:?}", sim.saved());
+    (sim, owners, limit)
+}
+
+/// Forks a program below the limit with this key.
+fn fork(sim: &mut Machine, key: u32, parent: OwnerKey, limit: Pages) -> OwnerKey {
+    let child = sim.fork(parent);
+    sim.limit(LimitKey(key), limit, &[parent, child]);
+    child
+}
+
+/// Each program forks a child every minute that writes the program's memory to a disk and ends, as Redis does.
+#[test]
+fn children_that_soon_end_cost_others_no_merged_pages() {
+    for sim in machines() {
+        let (mut sim, owners, limit) = snapshots(sim);
+        let mut saved = 0;
+        let mut looks = 0;
+        for minute in 0..10 {
+            let mut children = Vec::new();
+            for (key, &owner) in (1..).zip(&owners) {
+                children.push(fork(&mut sim, key, owner, limit));
+                // Each parent writes meanwhile.
+                sim.change_pages(owner, 0..EACH / 50, |host, region, page| {
+                    host.write(region, page, 9 << 40 | u64::from(owner.0) << 32 | minute << 20 | page.0);
+                });
+            }
+            sim.run(10);
+            for (key, &owner) in (1..).zip(&owners) {
+                sim.exit(children[usize::try_from(key).unwrap() - 1]);
+                sim.limit(LimitKey(key), limit, &[owner]);
+            }
+            for _ in 0..5 {
+                sim.run(10);
+                saved += sim.saved().0;
+                looks += 1;
+            }
+        }
+        assert!(saved / looks >= EACH * 90 / 100, "{} of {EACH}", saved / looks);
+        run_within(&mut sim, 60, &[(1, limit), (2, limit)]);
+    }
+}
+
+/// A child that stays gets its headroom before long, whoever is charged for the merged pages.
+#[test]
+fn a_child_that_stays_gets_headroom() {
+    for key in [1, 2] {
+        for sim in machines() {
+            let (mut sim, owners, limit) = snapshots(sim);
+            fork(&mut sim, key, owners[key as usize - 1], limit);
+            sim.run(120);
+            run_within(&mut sim, 600, &[(1, limit), (2, limit)]);
+        }
+    }
+}
+
+/// A parent writes all of its memory while a child maps it, at any time, and the child begins to write a little later.
+#[test]
+fn a_parent_and_its_child_may_write_all_of_their_memory() {
+    for pause in [0, 1, 3, 10, 30] {
+        for sim in machines() {
+            let (mut sim, owners, limit) = snapshots(sim);
+            let child = fork(&mut sim, 1, owners[0], limit);
+            let check = |sim: &Machine| assert!(sim.charged(LimitKey(1)) <= limit, "{:?}", sim.charged(LimitKey(1)));
+            sim.run(pause);
+            // Each writes a 60th of its memory per second.
+            for second in 0..60 {
+                let pages = second * EACH / 60..(second + 1) * EACH / 60;
+                for owner in [owners[0], child] {
+                    sim.change_pages(owner, pages.clone(), |host, region, page| {
+                        host.write(region, page, 9 << 40 | u64::from(owner.0) << 32 | page.0);
+                    });
+                }
+                check(&sim);
+                sim.run(1);
+                check(&sim);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    /// A program may write all of its memory at any time while its child maps it.
+    #[test]
+    fn a_parent_may_write_at_any_time_after_a_fork(
+        limit_percent in 220_u64..300,
+        forks in proptest::collection::vec((0_usize..3, 0_u64..90, 0_u64..30), 1..6),
+        writes_after in 0_u64..90,
+        on_request in any::<bool>(),
+    ) {
+        let host = if on_request { requested() } else { host() };
+        let mut sim = Machine::with(host, Config { governor: Governor::Full, ..common::config() });
+        let limit = Pages(EACH * limit_percent / 100);
+        let owners = contained(&mut sim, 3, limit);
+        sim.run(60);
+        let check = |sim: &SimHost| {
+            for key in (1..=3).map(LimitKey) {
+                assert!(sim.charged(key) <= limit, "{key:?}: {:?} of {limit:?}", sim.charged(key));
+            }
+        };
+        let (last, _, _) = forks[forks.len() - 1];
+        for (program, lives, pause) in forks {
+            let key = u32::try_from(program).unwrap() + 1;
+            let child = fork(&mut sim, key, owners[program], limit);
+            sim.run_and(lives, check);
+            sim.exit(child);
+            sim.limit(LimitKey(key), limit, &[owners[program]]);
+            sim.run_and(pause, check);
+        }
+        fork(&mut sim, u32::try_from(last).unwrap() + 1, owners[last], limit);
+        sim.run_and(writes_after, check);
+        rewrite(&mut sim, owners[last], 7);
+        check(&sim);
+        sim.run_and(60, check);
+    }
+}
+
 /// The first program pays for pages that only the second still maps. When the second writes them, it pays for its
 /// copies.
 #[test]

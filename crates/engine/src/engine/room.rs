@@ -2,7 +2,7 @@
 //! there's too little, we stop merging, or unmerge.
 
 use super::Engine;
-use crate::headroom::Headroom;
+use crate::headroom::{FORK_NS, Headroom};
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
 use crate::keys::OwnerKey;
 use crate::marking::extents::CUT_PAGES;
@@ -50,12 +50,15 @@ impl Engine {
         let planner = self.planner();
         let Snapshot { memory, limits, .. } = &self.snapshot;
         let waiting = self.ksmd.marker.unmarking.waiting().by_region(&self.table);
-        let mergeable = by_owner(&self.table, limits, |region| {
+        let mergeable_in = |region: &Region| {
             // Memory that waits for unmarking is still merged, though it's no longer among the marks.
             let waiting = waiting.get(&Place::of(region)).copied().unwrap_or_default();
             (planner.mergeable(region) + waiting).min(region.resident())
-        });
-        self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
+        };
+        let mergeable = by_owner(&self.table, limits, mergeable_in);
+        let inherited_in = |region: &Region| if self.is_young_child(region) { mergeable_in(region) } else { Pages(0) };
+        let inherited = by_owner(&self.table, limits, inherited_in);
+        self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
         self.look_for_relief();
         let mut is_merging = self.judge_full_again();
         is_merging |= self.ksmd.scheduler.is_busy() || self.table.iter().any(|region| region.life.is_worth_marking());
@@ -102,6 +105,11 @@ impl Engine {
                 self.room.relief.begin(view, over, &self.table, &waiting, *now_ns);
             }
         }
+    }
+
+    /// Whether a region was forked a short time ago, so that its process likely maps the frames of an older relative.
+    fn is_young_child(&self, region: &Region) -> bool {
+        self.snapshot.now_ns < region.seen_ns + FORK_NS && self.parent(region).is_some()
     }
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many merged pages for other cgroups.
