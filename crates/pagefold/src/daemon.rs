@@ -117,6 +117,8 @@ pub struct Daemon<'a, B: Backend> {
     keeper: Keeper,
     progress: Progress,
     rooms: RoomReports,
+    /// We've said that we look for duplicates among one in this many contents.
+    contents_one_in: u64,
     /// How many of ksmd's scans we've noted as events.
     scans: u64,
     /// The number of changed decisions that we've logged.
@@ -148,6 +150,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             keeper,
             progress: Progress::start(),
             rooms: RoomReports::default(),
+            contents_one_in: 1,
             scans: 0,
             decisions: 0,
         }
@@ -179,6 +182,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 break;
             }
             self.report_room();
+            self.report_index();
             if self.engine.scans() > self.scans {
                 self.scans = self.engine.scans();
                 self.active.events.note("scan", format!("{} in all", thousands(self.scans)));
@@ -247,6 +251,22 @@ impl<'a, B: Backend> Daemon<'a, B> {
             }
         }
         self.decisions = log.number();
+    }
+
+    /// Reports when the index of contents is full, or has room for all contents again.
+    fn report_index(&mut self) {
+        let one_in = self.engine.contents_one_in();
+        if std::mem::replace(&mut self.contents_one_in, one_in) == one_in {
+            return;
+        }
+        if one_in == 1 {
+            self.progress.say("all contents of pages are compared again");
+        } else {
+            self.progress.say(&format!(
+                "only one in {one_in} contents of pages is compared with others: more don't fit into half of \
+                 pagefold's memory limit; raise the limit (MemoryMax=) to find more duplicates"
+            ));
+        }
     }
 
     /// Reports when the headroom for writes to merged pages becomes too small, or sufficient again.
@@ -441,6 +461,7 @@ mod tests {
             keeper,
             progress: Progress::start(),
             rooms: RoomReports::default(),
+            contents_one_in: 1,
             scans: 0,
             decisions: 0,
         };

@@ -60,6 +60,28 @@ fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Res
     Ok(least)
 }
 
+/// The lowest of our own cgroups' memory limits; the machine's memory if no limit is below that.
+pub fn own_limit(proc_root: &Path, cgroup_root: &Path) -> io::Result<Bytes> {
+    let cgroups = parse_cgroups(text_of(&proc_root.join("self/cgroup"))?.as_bytes());
+    let mut least = total_of(proc_root)?;
+    for cgroup in &cgroups {
+        let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
+        for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
+            if let Some(Limit { limit, .. }) = limit_of(dir)? {
+                least = least.min(limit);
+            }
+        }
+    }
+    Ok(least)
+}
+
+/// The machine's memory.
+pub fn total_of(proc_root: &Path) -> io::Result<Bytes> {
+    let text = text_of(&proc_root.join("meminfo"))?;
+    let total = kib(text.as_bytes(), "MemTotal").map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Bytes(total.saturating_mul(1024)))
+}
+
 /// The text of a file; empty if it does not exist or its cgroup has just been removed.
 fn text_of(path: &Path) -> io::Result<String> {
     match fault::io("read:limits").and_then(|()| fs::read_to_string(path)) {
@@ -201,6 +223,27 @@ mod tests {
     fn left(line: &str, files: &[(&str, &str)]) -> u64 {
         let (dir, process) = machine(line, files);
         headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap().left.0
+    }
+
+    #[test]
+    fn our_own_limit_is_the_lowest_one() {
+        let limit = |line: &str, total: &str, max: &str| {
+            let files = [
+                ("proc/self/cgroup", line),
+                ("proc/meminfo", total),
+                ("cg/a/b/memory.max", max),
+                ("cg/a/b/memory.current", "5000\n"),
+                ("cg/a/memory.max", "70000\n"),
+                ("cg/a/memory.current", "6000\n"),
+            ];
+            let (dir, _) = machine(line, &files);
+            own_limit(&dir.path().join("proc"), &dir.path().join("cg")).map(|limit| limit.0).ok()
+        };
+        let total = "MemTotal: 100 kB\n";
+        assert_eq!(limit("0::/a/b\n", total, "60000\n"), Some(60_000));
+        assert_eq!(limit("0::/a/b\n", total, "max\n"), Some(70_000));
+        assert_eq!(limit("0::/c\n", total, "max\n"), Some(102_400), "the machine's memory");
+        assert_eq!(limit("0::/a/b\n", "MemFree: 100 kB\n", "max\n"), None);
     }
 
     #[test]

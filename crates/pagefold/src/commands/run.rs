@@ -20,6 +20,7 @@ use crate::sketch;
 use anyhow::{Context, Result};
 use pagefold_engine::config::Config;
 use pagefold_engine::host::Mechanism;
+use pagefold_engine::index::ENTRY_BYTES;
 use pagefold_engine::placement::policy::Placement;
 use pagefold_host::live::{HostMode, LiveHost};
 use pagefold_host::scope::dumpable::ask_through;
@@ -31,11 +32,13 @@ use pagefold_ksm::request::RequestDevice;
 use pagefold_ksm::{Knob, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::collapse;
+use pagefold_procmem::headroom::{own_limit, total_of};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::privileges::{COLLAPSING, REQUESTING};
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
 use progress::LeftAlone;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -63,7 +66,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     // without a daemon need the lock that we've just taken.
     let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
-    let config = Config { mechanism, ..settings.config.clone() };
+    let contents_most = contents_most(&Roots::default()).context("cannot read pagefold's own memory limit")?;
+    let config = Config { mechanism, contents_most, ..settings.config.clone() };
     if config.reserve.take_back && mechanism == Mechanism::Request {
         complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
     }
@@ -75,6 +79,15 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         daemon.sketches = sketch::Writer::start(fleet, place, settings.fleet.interval, &daemon.backend);
     }
     daemon.run(left_alone)
+}
+
+/// How many contents the index may hold. It may take half of our own memory limit, and a 64th of the machine's memory:
+/// more than three times as much as for the contents of all its pages.
+fn contents_most(roots: &Roots) -> io::Result<usize> {
+    let limit = own_limit(&roots.proc, &roots.cgroup)?;
+    let total = total_of(&roots.proc)?;
+    let bytes = (limit.0 / 2).min(total.0 / 64);
+    Ok(usize::try_from(bytes / ENTRY_BYTES).unwrap_or(usize::MAX))
 }
 
 /// The KSM knobs that a run sets at its start.
