@@ -20,8 +20,8 @@
 //! A child maps its parent's merged pages, too, so right after a fork the sum counts them twice and may be above the
 //! limit. A child that only reads, as one that writes its parent's memory to a disk does, needs no room: if just one of
 //! the two writes a page, the cgroup is charged for one copy, as it would be without merging. If both write, pages kept
-//! for others come on top of both copies. So while the child is young ([`FORK_NS`]), there's no headroom for more merging,
-//! but we don't unmerge others' memory until less is left than copies of the parent's merged pages take.
+//! for others come on top of both copies. So while the child is young ([`FORK_NS`]), there's no headroom for more
+//! merging, but we don't unmerge others' memory until less is left than copies of the parent's merged pages take.
 //!
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
@@ -85,8 +85,8 @@ impl Headroom {
     }
 
     /// Recomputes the headroom below every limit that was read since the last call. `mergeable` are the pages that may
-    /// be merged already, of every process in scope, `inherited` the same pages of young children that their parents map,
-    /// too, and `total` is the machine's memory.
+    /// be merged already, of every process in scope, `inherited` are those among them that a young child likely has in
+    /// common with its parent, and `total` is the machine's memory.
     pub fn look(
         &mut self,
         keep: Keep,

@@ -8,10 +8,10 @@
 //!
 //! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 //!
-//! The index has a limit. When it's full, we keep only the contents whose fingerprints end in one more zero bit: half of
-//! them. Both copies of a content have the same fingerprint, so we go on finding all duplicates among the contents that
-//! the index keeps, in whatever order we read them. Of the others we see no duplicates, and estimate how many there are
-//! from those that we do see ([`Index::stands_for`]).
+//! The index has a limit. When it's full, we keep only the contents whose fingerprints end in one more zero bit: half
+//! of them. Both copies of a content have the same fingerprint, so we go on finding all duplicates among the contents
+//! that the index keeps, in whatever order we read them. Of the others we see no duplicates, and estimate how many
+//! there are from those that we do see ([`Index::stands_for`]).
 
 use crate::hash::Digest;
 use crate::units::low_bits;

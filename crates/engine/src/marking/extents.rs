@@ -48,8 +48,8 @@ impl Sum for Counts {
 pub struct Extent {
     /// Pages that hold memory: private, merged or shared.
     pub resident: u16,
-    /// Pages that are zero, merged already, or have a copy elsewhere. If the index doesn't keep all contents, this is an
-    /// estimate, which may be above `resident`.
+    /// Pages that are zero, merged already, or have a copy elsewhere. If the index doesn't keep all contents, this is
+    /// an estimate, which may be above `resident`.
     pub duplicate: u16,
     /// Pages that belong to a huge page.
     pub huge: u16,

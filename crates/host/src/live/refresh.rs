@@ -291,6 +291,16 @@ impl LiveHost {
         target
     }
 
+    /// The targets in the order in which we refresh them.
+    fn refresh_order(&self) -> Vec<Turn> {
+        let mut turns = Vec::new();
+        for target in self.targets.values() {
+            turns.push(Turn::of(target, target.refreshed_ns));
+        }
+        turns.sort_unstable();
+        turns
+    }
+
     /// Refreshes as many targets as there is time for. Returns whether anything has changed.
     fn refresh_targets(&mut self, now_ns: u64) -> bool {
         let processes = count(self.targets.len());
@@ -299,8 +309,7 @@ impl LiveHost {
         let mut left_alone = Vec::new();
         self.forget_programs();
         self.forget_domains();
-        let mut turns: Vec<Turn> = self.targets.values().map(|target| Turn::of(target, target.refreshed_ns)).collect();
-        turns.sort_unstable();
+        let turns = self.refresh_order();
         let mut census = Census::of(&self.targets);
         let mut judge = Judge::new(&mut self.rules, &self.history);
         let mut pass = Pass::begin();

@@ -57,6 +57,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let outputs = start.open(args, settings.clone())?;
     let on_hangup = outputs.active.on_hangup().unwrap_or_else(|| outputs.signals.stop.clone());
     outputs.signals.on(signal_hook::consts::SIGHUP, &on_hangup)?;
+    let contents_most = contents_most(&Roots::default()).context("cannot read pagefold's own memory limit")?;
     let injector = injector(args, device.is_some())?;
     messages::start().context("cannot start the thread for messages")?;
     let left_alone = check_scope(args, &settings, bounds)?;
@@ -66,7 +67,6 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     // without a daemon need the lock that we've just taken.
     let kept_out = kept_out::read()?;
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
-    let contents_most = contents_most(&Roots::default()).context("cannot read pagefold's own memory limit")?;
     let config = Config { mechanism, contents_most, ..settings.config.clone() };
     if config.reserve.take_back && mechanism == Mechanism::Request {
         complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
