@@ -20,8 +20,10 @@
 //! A child maps its parent's merged pages, too, so right after a fork the sum counts them twice and may be above the
 //! limit. A child that only reads, as one that writes its parent's memory to a disk does, needs no room: if just one of
 //! the two writes a page, the cgroup is charged for one copy, as it would be without merging. If both write, pages kept
-//! for others come on top of both copies. So while the child is young ([`FORK_NS`]), there's no headroom for more
-//! merging, but we don't unmerge others' memory until less is left than copies of the parent's merged pages take.
+//! for others come on top of both copies. So while the child is young ([`FORK_NS`]) and the only young one, there's no
+//! headroom for more merging, but we don't unmerge others' memory until less is left than copies of the parent's merged
+//! pages take. If both write everything within the seconds that unmerging takes, the limit can be exceeded by the pages
+//! that are kept for others.
 //!
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once

@@ -276,7 +276,7 @@ impl Region {
         self.survey.record_unchanged(self.offset(page));
         let extent = self.extents.entry(page.extent()).or_default();
         extent.resident += 1;
-        extent.duplicate += 1;
+        extent.add_duplicates(1);
     }
 
     /// The next pages to read whole from this one on, at most an extent. Leaves out pages that were merged unread.

@@ -167,6 +167,26 @@ impl Engine {
         }
     }
 
+    /// Whether a region is a child's that was forked within this time, nanoseconds, and the only one so young of its
+    /// family: a process that's writing a snapshot is alone, while workers that may write all they share are several.
+    pub(super) fn is_only_young_child(&self, region: &Region, within_ns: u64) -> bool {
+        let is_young = |region: &Region| self.snapshot.now_ns < region.seen_ns + within_ns;
+        let Some(family) = self.families.get(region).filter(|family| family.members.len() <= MEMBERS_MOST) else {
+            return false;
+        };
+        let mut has_parent = false;
+        for &slot in &family.members {
+            let Some(other) = self.table.get(slot).filter(|other| other.view.owner != region.view.owner) else {
+                continue;
+            };
+            if is_young(other) {
+                return false;
+            }
+            has_parent = true;
+        }
+        has_parent && is_young(region)
+    }
+
     /// The older relative of a new region with the most merged pages, which the new region maps, too. `None` also if
     /// there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {

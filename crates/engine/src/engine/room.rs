@@ -56,7 +56,8 @@ impl Engine {
             (planner.mergeable(region) + waiting).min(region.resident())
         };
         let mergeable = by_owner(&self.table, limits, mergeable_in);
-        let inherited_in = |region: &Region| if self.is_young_child(region) { mergeable_in(region) } else { Pages(0) };
+        let inherited_in =
+            |region: &Region| if self.is_only_young_child(region, FORK_NS) { mergeable_in(region) } else { Pages(0) };
         let inherited = by_owner(&self.table, limits, inherited_in);
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
         self.look_for_relief();
@@ -105,11 +106,6 @@ impl Engine {
                 self.room.relief.begin(view, over, &self.table, &waiting, *now_ns);
             }
         }
-    }
-
-    /// Whether a region was forked a short time ago, so that its process likely maps the frames of an older relative.
-    fn is_young_child(&self, region: &Region) -> bool {
-        self.snapshot.now_ns < region.seen_ns + FORK_NS && self.parent(region).is_some()
     }
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many merged pages for other cgroups.
