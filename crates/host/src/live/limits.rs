@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The shortest time between two passes over the cgroups, nanoseconds. Passes may take 1/`PASS_PART` of the time, but
-/// nobody waits longer than `PASS_LATEST_NS` for a pass: merging below a limit relies on what it read.
+/// passes don't wait longer than `PASS_LATEST_NS`: merging below a limit relies on what they read.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_LATEST_NS: u64 = 2_000_000_000;
 /// The same while memory is being merged: if a limit leaves little headroom, each step of merging waits for two passes.
@@ -31,9 +31,10 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
 /// (user.slice/user-1000.slice), or of one service. In a pod's path, that many are `POD_NAMES`. Only root can make
 /// cgroups that far up, so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time
-/// between two passes, we read its limits less often.
+/// between two passes, we read its limits less often, but each `RESTING_MOST_NS`, nanoseconds.
 const SHARED_NAMES: usize = 2;
 const POD_NAMES: usize = 4;
+const RESTING_MOST_NS: u64 = 10_000_000_000;
 /// For this long after a quota has throttled a cgroup, nanoseconds, we ignore its CPU pressure, which counts throttled
 /// tasks as waiting. By then their part of the average over 10 s has fallen to a twentieth.
 const THROTTLED_NS: u64 = 30_000_000_000;
@@ -158,7 +159,7 @@ impl CgroupLimits {
             }
         }
         if is_pass {
-            self.read(now_ns);
+            self.read_for(now_ns, PASS_LIMIT);
             self.passed_ns = Some(now_ns);
             self.cost_wait_ns = ((thread_cpu_ns() - before_ns) * PASS_PART).min(PASS_LATEST_NS);
         } else if has_new {
@@ -207,10 +208,10 @@ impl CgroupLimits {
     }
 
     /// Forgets cgroups without processes, and reads the limits of as many others as there is time for.
-    fn read(&mut self, now_ns: u64) {
+    fn read_for(&mut self, now_ns: u64, limit: Duration) {
         self.groups.retain(|_, group| !group.owners.is_empty());
         self.resting.retain(|_, next_ns| now_ns < *next_ns);
-        self.read_in_turn(now_ns, PASS_LIMIT, |_| true);
+        self.read_in_turn(now_ns, limit, |_| true);
     }
 
     /// Reads the limits that we don't know yet.
@@ -222,15 +223,18 @@ impl CgroupLimits {
     /// haven't tried for longest.
     fn read_in_turn(&mut self, now_ns: u64, limit: Duration, is_wanted: impl Fn(&Group) -> bool) {
         let began = Instant::now();
-        let is_resting = |share: &Path| self.resting.get(share).is_some_and(|&next_ns| now_ns < next_ns);
-        let mut waiting: Vec<_> = self.groups.iter_mut().collect();
-        waiting.retain(|(_, group)| is_wanted(group) && !is_resting(&group.share));
+        let mut waiting: Vec<_> = self.groups.iter_mut().filter(|(_, group)| is_wanted(group)).collect();
         waiting.sort_by_key(|(_, group)| group.tried_ns);
         let mut counts: BTreeMap<PathBuf, usize> = BTreeMap::new();
         let mut in_turn = Vec::new();
         for (dir, group) in waiting {
+            let is_resting = self.resting.get(&group.share).is_some_and(|&next_ns| now_ns < next_ns);
+            // Without a first reading, nothing of the cgroup is merged.
+            if is_resting && group.reading != Reading::Unknown {
+                continue;
+            }
             let count = counts.entry(group.share.clone()).or_default();
-            in_turn.push((*count, dir, group));
+            in_turn.push(((is_resting, *count), dir, group));
             *count += 1;
         }
         in_turn.sort_by_key(|(turn, ..)| *turn);
@@ -244,7 +248,7 @@ impl CgroupLimits {
             *costs.entry(group.share.clone()).or_default() += thread_cpu_ns() - before_ns;
         }
         for (share, cost_ns) in costs {
-            let wait_ns = cost_ns * PASS_PART;
+            let wait_ns = (cost_ns * PASS_PART).min(RESTING_MOST_NS);
             if wait_ns > PASS_EVERY_NS {
                 self.resting.insert(share, now_ns + wait_ns);
             }
@@ -367,6 +371,11 @@ fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
 mod tests {
     use super::*;
 
+    /// Reads all limits, however long that takes.
+    fn read_all(limits: &mut CgroupLimits, now_ns: u64) {
+        limits.read_for(now_ns, Duration::MAX);
+    }
+
     #[test]
     fn passes_are_more_frequent_while_memory_is_being_merged() {
         let mut limits = CgroupLimits::default();
@@ -419,10 +428,10 @@ mod tests {
             limits.assign(mount, dir, *owner);
         }
         assert_eq!(limits.highest_pressure(), None);
-        limits.read(1);
+        read_all(&mut limits, 1);
         assert_eq!(limits.highest_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
-        limits.read(2);
+        read_all(&mut limits, 2);
         assert_eq!(limits.highest_pressure(), Some(Permyriad(500)));
     }
 
@@ -442,7 +451,7 @@ mod tests {
             fs::create_dir_all(stat.parent().unwrap()).unwrap();
             let mut pressure_at = |second: u64, throttled: u64| {
                 fs::write(&stat, format!("usage_usec 7\nnr_throttled 1\n{field} {throttled}\n")).unwrap();
-                limits.read(second * 1_000_000_000);
+                read_all(&mut limits, second * 1_000_000_000);
                 limits.highest_pressure().map(|pressure| pressure.0)
             };
             // What a quota did before the first reading may be long ago.
@@ -470,18 +479,18 @@ mod tests {
             limits.assign(&mount, &mount.join(dir), OwnerKey(owner));
         }
         assert_eq!(limits.swap_below_limits(), None, "we have read nothing yet");
-        limits.read(1);
+        read_all(&mut limits, 1);
         assert_eq!(limits.swap_below_limits(), Some(Pages(300)));
         file("pods/memory.swap.max", "819200");
         file("pods/memory.swap.current", "204800");
-        limits.read(2);
+        read_all(&mut limits, 2);
         assert_eq!(limits.swap_below_limits(), Some(Pages(150)), "the limit above");
         file("pods/c/memory.swap.max", "max");
         file("pods/memory.swap.max", "max");
-        limits.read(3);
+        read_all(&mut limits, 3);
         assert_eq!(limits.swap_below_limits(), None, "one may use all");
         file("pods/c/memory.swap.max", "0");
-        limits.read(4);
+        read_all(&mut limits, 4);
         assert_eq!(limits.swap_below_limits(), Some(Pages(200)));
         limits.assign(&mount, &mount, OwnerKey(8));
         assert_eq!(limits.swap_below_limits(), None, "a target beside the pods");
@@ -490,7 +499,7 @@ mod tests {
         limits.assign(&memory, &memory.join("x"), OwnerKey(9));
         file("../memory/x/memory.memsw.limit_in_bytes", "409600");
         file("../memory/x/memory.memsw.usage_in_bytes", "0");
-        limits.read(5);
+        read_all(&mut limits, 5);
         assert_eq!(limits.swap_below_limits(), Some(Pages(100)));
         limits.has_unplaced = true;
         assert_eq!(limits.swap_below_limits(), None);
@@ -548,7 +557,12 @@ mod tests {
             assert_eq!(limits.groups[&other].read_ns, pass * second);
         }
         assert_eq!(limits.groups[&slow].read_ns, second, "until a thousand times its cost is over");
-        limits.read(second << 20);
+        let new = root.path().join("a.slice/user-1.slice/y");
+        fs::create_dir_all(&new).unwrap();
+        limits.assign(root.path(), &new, OwnerKey(3));
+        limits.read_new(6 * second);
+        assert_eq!(limits.groups[&new].read_ns, 6 * second, "the first reading doesn't wait");
+        read_all(&mut limits, second << 20);
         assert_eq!(limits.groups[&slow].read_ns, second << 20);
         limits.passed_ns = Some(0);
         limits.cost_wait_ns = 0;
@@ -582,7 +596,7 @@ mod tests {
             limits.assign(mount, dir, *owner);
         }
         assert!(limits.limits().iter().all(|view| view.limit == Pages(0)), "none has been read yet");
-        limits.read(7);
+        read_all(&mut limits, 7);
         let views = limits.limits();
         let found: Vec<_> = views.iter().map(|view| (view.limit.0, view.left.0, view.owners.clone())).collect();
         assert_eq!(found, [(1000, 900, vec![OwnerKey(1), OwnerKey(2)]), (200, 100, vec![OwnerKey(2)])]);
@@ -592,7 +606,7 @@ mod tests {
         limits.forget_owners();
         limits.assign(root.path(), &root.path().join("a/c"), OwnerKey(2));
         fs::write(root.path().join("a/c/memory.max"), "what").unwrap();
-        limits.read(8);
+        read_all(&mut limits, 8);
         let after: Vec<_> = limits.limits().iter().map(|view| (view.key, view.limit.0, view.read_ns)).collect();
         assert_eq!(after, [(views[0].key, 1000, 8), (views[1].key, 200, 7)], "one that can't be read is still there");
         assert_eq!(limits.groups.len(), 3);
