@@ -43,11 +43,13 @@ impl Labels {
         let avoid = is_set(directory, "user.pagefold.avoid")?;
         let include = is_set(directory, "user.pagefold.include")?;
         let domain = xattr(directory, "user.pagefold.domain")?;
-        let grants = (include || domain.is_some())
-            && !is_in_container(path)
+        let is_roots = (include || domain.is_some())
             && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
+        let grants = is_roots && !is_in_container(path);
+        // Others may have to be kept apart from the process, and we don't know who has set the attribute.
+        let is_unreadable = is_roots && !grants && domain.is_some();
         let domain = if grants { domain.map(|name| printable(&name)) } else { None };
-        Ok(Self { avoid, include: include && grants, domain, is_unreadable: false })
+        Ok(Self { avoid, include: include && grants, domain, is_unreadable })
     }
 }
 

@@ -363,10 +363,11 @@ fn the_root_of_a_container_gives_it_no_domain() {
     }
     let of = |pid| {
         let found = resolve_without(&by_pid(&[pid]), &tree.roots, &[]).unwrap();
-        (found[0].cgroups.domain.clone(), found[0].cgroups.opt_outs.is_empty())
+        let cgroups = &found[0].cgroups;
+        (cgroups.domain.clone(), cgroups.opt_outs.is_empty(), cgroups.unreadable.is_none())
     };
-    assert_eq!(of(5), (Some("prod".to_owned()), true));
-    assert_eq!(of(6), (None, false));
+    assert_eq!(of(5), (Some("prod".to_owned()), true, true));
+    assert_eq!(of(6), (None, false, false), "left alone");
 }
 
 /// We know no path for a cgroup whose name isn't UTF-8, so we can't see whether it opts its processes out.
