@@ -45,9 +45,9 @@ pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
 /// Reads of a process's memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
 /// The injector's time that requests for calls take.
-pub static REQUESTS: TimeShares = TimeShares::new(FREE);
+pub static REQUESTS: TimeShares = TimeShares::new(FREE, Duration::MAX);
 /// The main loop's time that its passes over the targets take.
-pub static PASSES: TimeShares = TimeShares::new(Duration::ZERO);
+pub static PASSES: TimeShares = TimeShares::new(Duration::ZERO, BURST.saturating_mul(2));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
@@ -177,11 +177,13 @@ pub struct TimeShares {
     spent: Mutex<Spent>,
     /// This much of each request is free.
     free: Duration,
+    /// By how much a user or cgroup can exceed its part of the time at most.
+    excess_most: Duration,
 }
 
 impl TimeShares {
-    pub const fn new(free: Duration) -> Self {
-        Self { spent: Mutex::new(Spent(BTreeMap::new())), free }
+    pub const fn new(free: Duration, excess_most: Duration) -> Self {
+        Self { spent: Mutex::new(Spent(BTreeMap::new())), free, excess_most }
     }
 
     /// Whether a process of this origin may take more time now.
@@ -199,7 +201,7 @@ impl TimeShares {
     pub fn charge(&self, origin: Origin, took: Duration, now: Instant) {
         let took = took.saturating_sub(self.free);
         if !took.is_zero() {
-            locked(&self.spent).charge(origin, took, now);
+            locked(&self.spent).charge(origin, took, self.excess_most, now);
         }
     }
 }
@@ -220,10 +222,10 @@ impl Spent {
         levels.max().unwrap_or_default()
     }
 
-    fn charge(&mut self, origin: Origin, took: Duration, now: Instant) {
+    fn charge(&mut self, origin: Origin, took: Duration, most: Duration, now: Instant) {
         for share in origin.shares().into_iter().flatten() {
             let level = self.level(share, now);
-            self.0.insert(share, (level + took, now));
+            self.0.insert(share, ((level + took).min(most), now));
         }
         self.0.retain(|_, &mut (level, at)| now.saturating_duration_since(at) / TIME_SHARE < level);
     }
@@ -417,7 +419,7 @@ mod tests {
             [|process| from(process, 7), |process| from(7, process.into()), |_| from(0, 7)];
         for origin in origins {
             for attempt in [Duration::from_millis(30), Duration::from_millis(250), Duration::from_millis(2500)] {
-                let spent = TimeShares::new(Duration::ZERO);
+                let spent = TimeShares::new(Duration::ZERO, Duration::MAX);
                 let begun = Instant::now();
                 let mut now = begun;
                 let mut taken = Duration::ZERO;

@@ -96,7 +96,7 @@ mod tests {
     /// Runs passes for a minute. The first process belongs to user 0, who starts another one `each_ns`, whose first
     /// turn takes `cost_ns`; the second process belongs to user 1. Returns how long these two waited at most.
     fn longest_waits(each_ns: u64, cost_ns: u64) -> [u64; 2] {
-        let shares = TimeShares::new(Duration::ZERO);
+        let shares = TimeShares::new(Duration::ZERO, Duration::MAX);
         let began = Instant::now();
         let mut now_ns = 0;
         let mut longest = [0; 2];

@@ -124,7 +124,7 @@ fn shown(text: impl AsRef<OsStr>) -> String {
 
 /// The opt-outs in files about the cgroups of a process.
 pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
-    static KNOWN: Known = Known(Mutex::new(BTreeMap::new()));
+    static KNOWN: Known = Known::new();
     let mut found: Vec<OptOut> = Vec::new();
     for cgroup in cgroups {
         // We only look at systemd's own hierarchies: one or two of them are mounted.
@@ -275,7 +275,12 @@ pub(super) fn names_in(directory: &Path, folders: &[PathBuf], room: &mut usize) 
 }
 
 /// The results of reads, by cgroup.
-struct Known(Mutex<BTreeMap<Key, Entry>>);
+struct Known {
+    entries: Mutex<BTreeMap<Key, Entry>>,
+    /// The time that reading the files of each user takes. Once a user has used up its part of the time, cgroups that
+    /// are new to us count as opted out.
+    time: TimeShares,
+}
 
 /// The owner of the files. If files of one owner don't respond, we can still read another owner's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -329,18 +334,18 @@ impl Entry {
     }
 }
 
-/// The time that reading the files of each user takes. Once a user has used up its part of the time, cgroups that are
-/// new to us count as opted out.
-static FILES: TimeShares = TimeShares::new(Duration::ZERO);
-
 impl Known {
+    const fn new() -> Self {
+        Self { entries: Mutex::new(BTreeMap::new()), time: TimeShares::new(Duration::ZERO, Duration::MAX) }
+    }
+
     fn get(&self, key: Key, now: Instant, read: impl FnOnce() -> Vec<OptOut> + Send + 'static) -> Vec<OptOut> {
         let unknown = vec![OptOut::Unknown { cgroup: key.path.clone() }];
         let mut before = None;
         let mut late = 0;
         let mut others = 0;
         {
-            let entries = locked(&self.0);
+            let entries = locked(&self.entries);
             if let Some(known) = entries.get(&key) {
                 before.clone_from(&known.found);
                 if now < known.next || known.is_late() {
@@ -354,7 +359,7 @@ impl Known {
             }
         }
         let origin = key.whose.origin();
-        if late >= LATE_MOST || !FILES.admits(origin, now) {
+        if late >= LATE_MOST || !self.time.admits(origin, now) {
             return before.unwrap_or(unknown);
         }
         // We wait no longer than we do for a process that doesn't answer.
@@ -371,9 +376,9 @@ impl Known {
             }
             Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
         };
-        FILES.charge(origin, began.elapsed(), now);
+        self.time.charge(origin, began.elapsed(), now);
         let found = entry.found.clone().unwrap_or(unknown);
-        let mut entries = locked(&self.0);
+        let mut entries = locked(&self.entries);
         if entries.len() >= REMEMBERED {
             entries.retain(|_, entry| now < entry.next || entry.is_late());
         }

@@ -371,7 +371,7 @@ fn key(whose: Whose, path: &str) -> Key {
 
 #[test]
 fn files_are_read_again_after_a_while_only() {
-    let known = Known(Mutex::default());
+    let known = Known::new();
     let no = || vec![OptOut::Unit { unit: "a.service".to_owned(), file: "/a".into() }];
     let now = Instant::now();
     assert_eq!(known.get(key(Whose::System, "/a"), now, no), no());
@@ -383,13 +383,13 @@ fn files_are_read_again_after_a_while_only() {
     for number in 0..2 * REMEMBERED {
         known.get(key(Whose::System, &number.to_string()), later, Vec::new);
     }
-    assert_eq!(known.0.lock().unwrap().len(), REMEMBERED);
+    assert_eq!(known.entries.lock().unwrap().len(), REMEMBERED);
 }
 
 /// However many cgroups a user makes, root's files are read again in time, and other owners' cgroups are remembered.
 #[test]
 fn many_cgroups_of_a_user_delay_nobody_else() {
-    let known = Known(Mutex::default());
+    let known = Known::new();
     let now = Instant::now();
     for number in 0..REMEMBERED {
         known.get(key(Whose::User(1000), &number.to_string()), now, Vec::new);
@@ -416,7 +416,7 @@ fn many_cgroups_of_a_user_delay_nobody_else() {
 
 #[test]
 fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
-    let known = Known(Mutex::default());
+    let known = Known::new();
     let now = Instant::now();
     let mut releases = Vec::new();
     for number in 0..2 * LATE_MOST {
@@ -429,13 +429,13 @@ fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
         assert_eq!(found, [OptOut::Unknown { cgroup: path }]);
         releases.push(release);
     }
-    let late = known.0.lock().unwrap().values().filter(|entry| entry.is_late()).count();
+    let late = known.entries.lock().unwrap().values().filter(|entry| entry.is_late()).count();
     assert_eq!(late, LATE_MOST, "no more than these are left behind");
     assert_eq!(known.get(key(Whose::User(1001), "/a"), now, Vec::new), []);
     assert_eq!(known.get(key(Whose::System, "/a"), now, Vec::new), []);
     drop(releases);
     let end = Instant::now() + Duration::from_secs(10);
-    while known.0.lock().unwrap().values().any(Entry::is_late) && Instant::now() < end {
+    while known.entries.lock().unwrap().values().any(Entry::is_late) && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(known.get(key(Whose::User(1000), "/user/0"), now + PAUSE, Vec::new), []);
@@ -444,7 +444,7 @@ fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
 /// However many cgroups a user has, and however long its files take.
 #[test]
 fn a_users_files_take_a_share_of_the_time() {
-    let known = Known(Mutex::default());
+    let known = Known::new();
     let now = Instant::now();
     let mut read = 0;
     for number in 0..100 {
