@@ -16,11 +16,17 @@ use pagefold_procmem::stalls::{Origin, READS};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+/// We try forks that we couldn't read again after this time, nanoseconds.
+const RETRY_NS: u64 = 5_000_000_000;
+
 /// Forks that are or were out of scope.
 #[derive(Debug, Default)]
 pub(super) struct Forks {
     /// Processes out of scope that may be forks of marked programs.
     unread: VecDeque<i32>,
+    /// Those that we couldn't read because others of their user stall, and when we try them again, nanoseconds.
+    refused: Vec<i32>,
+    retry_ns: u64,
     waiting: VecDeque<WaitingFork>,
 }
 
@@ -64,6 +70,11 @@ impl LiveHost {
             return;
         }
         self.forks.unread.extend(first_seen);
+        let now_ns = self.now_ns();
+        if now_ns >= self.forks.retry_ns {
+            self.forks.unread.extend(self.forks.refused.drain(..));
+            self.forks.retry_ns = now_ns + RETRY_NS;
+        }
         if self.forks.unread.is_empty() && self.forks.waiting.is_empty() {
             return;
         }
@@ -122,7 +133,7 @@ impl LiveHost {
         }
         if READS.admit(&process).is_err() {
             // We can't know now whether it has marks.
-            self.forks.unread.push_back(pid);
+            self.forks.refused.push(pid);
             return None;
         }
         let same = process.clone();

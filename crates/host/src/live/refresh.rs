@@ -228,6 +228,8 @@ impl LiveHost {
         let ours = self.own_pids();
         let found = loop {
             if spec.0.is_empty() {
+                self.discovery.new_processes.forget_postponed();
+                self.add_marked_forks();
                 return Ok(());
             }
             let new_processes = &mut self.discovery.new_processes;

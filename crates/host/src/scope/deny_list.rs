@@ -227,8 +227,10 @@ pub fn workload_entry(entry: &str) -> Option<Selector> {
 
 /// If an entry is invalid because it would never match, says why.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
-    if let Some(selector) = workload_entry(entry) {
-        return selector.unfit();
+    match Selector::parse(entry) {
+        Some(Selector::User(_) | Selector::Exe(_)) => return Some("is no program; give its base name or path"),
+        Some(selector) => return selector.unfit(),
+        None => {}
     }
     let name = entry.strip_suffix('*').unwrap_or(entry);
     let is_path = entry.starts_with('/') && !entry.ends_with(['/', '*']);

@@ -120,6 +120,11 @@ impl NewProcesses {
         self.postponed.is_empty()
     }
 
+    /// Forgets the processes that we had no time to examine: nothing is in scope any more.
+    pub fn forget_postponed(&mut self) {
+        self.postponed.clear();
+    }
+
     /// The processes that we've seen and examined for the first time since the last call.
     pub fn take_first_seen(&mut self) -> Vec<i32> {
         std::mem::take(&mut self.first_seen)

@@ -260,8 +260,8 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
         }
         let above = std::mem::replace(&mut last, part);
         if let Some((kind, name)) = pod(part).or_else(|| machine(above, part)).or_else(|| container(above, part)) {
-            if part.ends_with(".service") {
-                // The unit of systemd-nspawn, which is a container.
+            if part.ends_with(".service") || part.starts_with("machine-") {
+                // The unit of systemd-nspawn or systemd-machined, which is a container.
                 labels.push(Label { kind: WorkloadKind::Unit, name: part.to_owned(), parent, path: through });
             }
             labels.push(Label { kind, name, parent, path: through });

@@ -143,10 +143,8 @@ fn contradictions(options: &Options) -> Vec<String> {
 fn scripts(options: &Options) -> Vec<String> {
     let mut warnings = Vec::new();
     let exes = options.exes.iter().flatten().map(String::as_str);
-    for name in exes.chain(programs_of_rules(options)) {
-        let mut places = DIRECTORIES.iter().map(|directory| format!("{directory}/{name}"));
-        let hint = if name.starts_with('/') { script_hint(name) } else { places.find_map(|path| script_hint(&path)) };
-        warnings.extend(hint);
+    for name in exes.chain(programs_of_rules(options)).filter(|name| name.starts_with('/')) {
+        warnings.extend(script_hint(name));
     }
     for name in options.denied.iter().flatten().filter(|name| name.starts_with('/')) {
         if let Some(interpreter) = interpreter_of(Path::new(name)) {
