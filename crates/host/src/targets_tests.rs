@@ -303,6 +303,11 @@ fn a_large_process_is_surveyed_rarely_except_for_locks_and_much_new_memory() {
         watched.target.surveys.last.as_mut().unwrap().cost_ns = LONG_NS;
         watched.now_ns += seconds * SECOND;
         watched.refresh().unwrap();
+        // On a busy machine, a survey takes longer than we wait for it.
+        while watched.target.surveys.running.is_some() {
+            std::thread::sleep(Duration::from_millis(1));
+            watched.refresh().unwrap();
+        }
         watched.target.surveyed_ns() != before
     };
     watched.child.request(b'u');

@@ -266,7 +266,9 @@ fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
 
 #[test]
 fn exec_is_detected() {
-    let mut shell = Script::of(std::process::Command::new("sh").args(["-c", "read line; exec sleep 60"]));
+    let mut shell = Script::of(std::process::Command::new("sh").args(["-c", "echo; read line; exec sleep 60"]));
+    // While it's being executed, it has no auxiliary vector.
+    shell.line();
     let process = Process::open(shell.pid()).unwrap();
     let mut reader = PageReader::new();
     let at = reader.hold(&process).unwrap();
