@@ -246,8 +246,12 @@ impl Recorder {
 
     /// Reads the pages of a region; `None` if interrupted.
     fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Option<Vec<(Vpn, Page)>>, ReadError> {
-        let how =
-            ReadHow { huge: stretch.huge, contents: Contents::All, unmarked: stretch.marked.0 == 0, ..ReadHow::default() };
+        let how = ReadHow {
+            huge: stretch.huge,
+            contents: Contents::All,
+            unmarked: stretch.marked.0 == 0,
+            ..ReadHow::default()
+        };
         let range = ReadRange { first: stretch.first, pages: stretch.pages, how };
         let Self { digests, reader, shows_merged, frame_shift, stop, .. } = self;
         let mut cursor = ReadCursor::default();
