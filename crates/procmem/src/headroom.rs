@@ -48,14 +48,9 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
 /// The headroom by the tightest limit. If we can't read a limit, that's an error, and doesn't mean that there's none.
 fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
     let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
-    for cgroup in cgroups {
-        let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
-        for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
-            if let Some(Limit { limit, left }) = limit_of(dir)? {
-                let margin = margin_below(Pages(limit.0 / PAGE_BYTES)).bytes();
-                least = least.min(Headroom { left, margin });
-            }
-        }
+    for Limit { limit, left } in limits_on(cgroups, cgroup_root)? {
+        let margin = margin_below(Pages(limit.0 / PAGE_BYTES)).bytes();
+        least = least.min(Headroom { left, margin });
     }
     Ok(least)
 }
@@ -64,15 +59,22 @@ fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Res
 pub fn own_limit(proc_root: &Path, cgroup_root: &Path) -> io::Result<Bytes> {
     let cgroups = parse_cgroups(text_of(&proc_root.join("self/cgroup"))?.as_bytes());
     let mut least = total_of(proc_root)?;
-    for cgroup in &cgroups {
-        let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
-        for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
-            if let Some(Limit { limit, .. }) = limit_of(dir)? {
-                least = least.min(limit);
-            }
-        }
+    for Limit { limit, .. } in limits_on(&cgroups, cgroup_root)? {
+        least = least.min(limit);
     }
     Ok(least)
+}
+
+/// The limits of these cgroups, and of those above them.
+fn limits_on(cgroups: &[Cgroup], cgroup_root: &Path) -> io::Result<Vec<Limit>> {
+    let mut limits = Vec::new();
+    for cgroup in cgroups {
+        let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
+        for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
+            limits.extend(limit_of(dir)?);
+        }
+    }
+    Ok(limits)
 }
 
 /// The machine's memory.

@@ -97,6 +97,12 @@ impl Families {
     fn get(&self, region: &Region) -> Option<&Family> {
         self.0.get(index(region.relatives?))
     }
+
+    /// The regions of a region's family. `None` also if there are too many to search.
+    fn members(&self, region: &Region) -> Option<&[u32]> {
+        let members = &self.get(region)?.members;
+        if members.len() <= MEMBERS_MOST { Some(members) } else { None }
+    }
 }
 
 /// A page in the middle of the addresses that two regions have in common, which one process has likely inherited from
@@ -171,11 +177,9 @@ impl Engine {
     /// family: a process that's writing a snapshot is alone, while workers that may write all they share are several.
     pub(super) fn is_only_young_child(&self, region: &Region, within_ns: u64) -> bool {
         let is_young = |region: &Region| self.snapshot.now_ns < region.seen_ns + within_ns;
-        let Some(family) = self.families.get(region).filter(|family| family.members.len() <= MEMBERS_MOST) else {
-            return false;
-        };
+        let Some(members) = self.families.members(region) else { return false };
         let mut has_parent = false;
-        for &slot in &family.members {
+        for &slot in members {
             let Some(other) = self.table.get(slot).filter(|other| other.view.owner != region.view.owner) else {
                 continue;
             };
@@ -190,9 +194,8 @@ impl Engine {
     /// The older relative of a new region with the most merged pages, which the new region maps, too. `None` also if
     /// there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
-        let family = self.families.get(child).filter(|family| family.members.len() <= MEMBERS_MOST)?;
         let mut parent: Option<&Region> = None;
-        for &slot in &family.members {
+        for &slot in self.families.members(child)? {
             let Some(region) = self.table.get(slot).filter(|region| region.seen_ns < child.seen_ns) else { continue };
             let is_better = parent.is_none_or(|parent| region.usage.merged.len() > parent.usage.merged.len());
             if is_better && page_in_common(region, child).is_some() {
