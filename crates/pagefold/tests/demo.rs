@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use pagefold_testkit::*;
 
-/// The number before `word` in the first line that contains it.
+/// The two numbers of a line like `Memory: 46 MiB -> 23 MiB`.
 #[track_caller]
-fn mebibytes_before(text: &str, word: &str) -> u64 {
-    let line = text.lines().find(|line| line.contains(word)).unwrap_or_else(|| panic!("no {word:?} in {text}"));
-    let before = line.split(word).next().unwrap_or_default();
-    before.split_ascii_whitespace().last().and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{line}"))
+fn change_in(line: &str) -> (u64, u64) {
+    let mut numbers = line.split_ascii_whitespace().filter_map(|word| word.parse().ok());
+    let change = numbers.next().zip(numbers.next());
+    change.unwrap_or_else(|| panic!("{line}"))
 }
 
 #[test]
@@ -20,23 +20,21 @@ fn every_part_is_shown_and_everything_is_restored() {
     assert!(output.status.success(), "{text}\n{errors}");
     ksm.assert_restored();
 
-    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(!text.contains('\x1b'), "{text}");
     for number in 1..=6 {
         assert!(text.lines().any(|line| line.starts_with(&format!("{number}  "))), "part {number} is missing: {text}");
     }
+    for command in ["scan --exact", "run --governor full --for 6s", "unmerge"] {
+        assert!(text.contains(&format!("\n$ pagefold {command} ")), "{text}");
+    }
     // Three workers hold the same 9.5 MiB, so 19 MiB can be saved, and 4.5 MiB of zeros in all.
-    let held = mebibytes_before(&text, " MiB together");
-    let savable = mebibytes_before(&text, " MiB of ");
-    assert!(held == 46 && (23..=25).contains(&savable), "{text}");
-    assert_eq!(mebibytes_before(&text, " MiB of data"), held);
-    assert_eq!(mebibytes_before(&text, " MiB is intact"), held);
-    let memory = text.lines().find(|line| line.contains("in memory") && line.contains("was")).unwrap();
-    let words: Vec<&str> = memory.split_ascii_whitespace().collect();
-    let (now, before, saved): (u64, u64, u64) =
-        (words[2].parse().unwrap(), words[5].parse().unwrap(), words[8].parse().unwrap());
-    // The kernel's figures for the workers' memory and for KSM's savings must agree.
-    assert!(now < before && (before - now).abs_diff(saved) <= 2 && saved + 3 >= savable, "{memory}");
+    assert!(text.contains("\n46 MiB together"), "{text}");
+    assert_eq!(text.matches("Every byte is intact: 46 MiB of data").count(), 2, "{text}");
+    let mut changes = text.lines().filter(|line| line.contains(" -> ")).map(change_in);
+    let (before, merged) = changes.next().unwrap();
+    let unmerged = changes.next().unwrap();
+    assert!(before >= 46 && (21..=25).contains(&(before - merged)), "{text}");
+    assert!(unmerged.0 == merged && unmerged.1.abs_diff(before) <= 1, "{text}");
     assert!(text.contains("every KSM setting is restored"), "{text}");
 }
 
@@ -48,10 +46,16 @@ fn an_interrupted_demo_restores_everything() {
     for holder in &mut bystanders {
         holder.mark(0, 2_048);
     }
-    // At about these times it scans and merges.
-    for milliseconds in [100, 700, 1500, 2000] {
+    for (line, milliseconds) in [
+        ("", 100),
+        ("$ pagefold scan", 0),
+        ("$ pagefold run", 300),
+        ("$ pagefold run", 1500),
+        ("$ pagefold unmerge", 50),
+    ] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
         wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
+        wait_until("this command starts", || !demo.is_running() || demo.has_printed(line));
         std::thread::sleep(Duration::from_millis(milliseconds));
         let children = demo.children();
         demo.signal(libc::SIGINT);
@@ -68,11 +72,28 @@ fn an_interrupted_demo_restores_everything() {
 }
 
 #[test]
+fn a_killed_demo_is_restored_by_the_command_that_it_ran() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut demo = Daemon::start(&["demo", "--quick"]);
+    wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
+    let children = demo.children();
+    assert!(children.len() > 3, "the workers and a command");
+    demo.kill();
+    wait_until("all have ended", || !children.iter().any(|&child| exists(child)));
+    ksm.assert_knobs_restored();
+}
+
+#[test]
 fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut demo = Daemon::start(&["demo", "--quick"]);
     wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
+    // It must not see that its children die.
+    demo.signal(libc::SIGSTOP);
+    for &child in &children {
+        send(child, libc::SIGKILL);
+    }
     demo.kill();
     wait_until("the workers have ended", || !children.iter().any(|&child| exists(child)));
     assert_eq!(number("run"), 1, "there is nothing to restore");

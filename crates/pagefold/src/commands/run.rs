@@ -181,7 +181,7 @@ fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
 }
 
 /// Takes control of KSM. Without an injector this is a dry run, which leaves KSM alone.
-pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &[(Knob, u64)]) -> Result<HostMode> {
+fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &[(Knob, u64)]) -> Result<HostMode> {
     let Some(injector) = injector else { return Ok(HostMode::DryRun) };
     let lease =
         KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))?;

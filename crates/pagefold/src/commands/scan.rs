@@ -140,7 +140,7 @@ impl Prepared {
     }
 }
 
-pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
+fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let wanted = Wanted { sharing: args.html.is_some(), causes: false };
     let Prepared { scope, is_host, mut memory, mut scanner } = Prepared::of(args, wanted)?;
     let frames = memory.frames();

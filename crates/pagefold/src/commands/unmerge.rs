@@ -256,7 +256,7 @@ fn code_of(error: &UnmergeError) -> u8 {
 ///
 /// If pages are merged on request, we don't scan: all mappings with such pages are marked, and ksmd would merge them
 /// across trust domains. Without a scan, unmarked memory counts as merged until its process ends.
-pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
+fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     if Path::new(request::DEVICE).exists() {
         return Ok(restore(lease));
     }

@@ -86,7 +86,7 @@ pub struct Worker {
 impl Worker {
     /// Starts a worker, whose first answer is `ready`.
     pub fn start(memory: WorkerMemory) -> Result<Self> {
-        let mut child = Command::new("/proc/self/exe")
+        let mut child = Command::new(std::env::current_exe()?)
             .arg("demo-worker")
             .args([memory.common, memory.zero, memory.own].map(|pages| pages.to_string()))
             .stdin(Stdio::piped())

@@ -2,12 +2,12 @@
 //! and zero pages.
 
 use super::worker::{Worker, WorkerMemory};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_procmem::Roots;
 use pagefold_procmem::headroom::headroom;
 use pagefold_procmem::os::fields::kib;
-use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::process::Process;
 use pagefold_text::exit::{self, Exit};
 
 /// Data that every worker holds, MiB.
@@ -96,8 +96,21 @@ impl Workers {
         self.workers.len()
     }
 
-    pub fn pids(&self) -> Vec<i32> {
-        self.workers.iter().map(Worker::pid).collect()
+    pub fn pids(&self) -> Vec<String> {
+        self.workers.iter().map(|worker| worker.pid().to_string()).collect()
+    }
+
+    /// The workers' anonymous memory, with swap: the kernel divides shared pages, including merged ones, among their
+    /// sharers (Pss).
+    pub fn memory(&self) -> Result<u64> {
+        let mut all = 0;
+        for worker in &self.workers {
+            let rollup = Process::open(worker.pid())?.read_file("smaps_rollup")?;
+            for field in ["Pss_Anon", "SwapPss"] {
+                all += kib(&rollup, field).map_err(|why| anyhow!("smaps_rollup: {why}"))?;
+            }
+        }
+        Ok(all << 10)
     }
 
     /// Makes each worker compare every byte with the one it wrote. Returns the number of bytes compared.
@@ -117,13 +130,6 @@ impl Workers {
         }
         Ok(self.pages.bytes().0)
     }
-}
-
-/// Anonymous memory of a process (Pss), where shared pages, including merged ones, are divided among their sharers. The
-/// kernel walks the page tables for this figure, which takes about 10 us per MiB.
-pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
-    let kib = kib(&process.read_file("smaps_rollup")?, "Pss_Anon");
-    kib.map(|kib| kib << 10).map_err(|why| process.malformed("smaps_rollup", why))
 }
 
 #[cfg(test)]
