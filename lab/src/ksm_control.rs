@@ -1,6 +1,7 @@
 //! Control of KSM for an experiment. We take it only if no other program uses KSM, and restore
 //! everything at the end. If an experiment is killed, the next one restores its settings.
 
+use crate::interrupt::{Interrupt, Interrupted};
 use anyhow::Context;
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::lease::{KsmPaths, TakeError, recover, restore_deferred};
@@ -8,7 +9,6 @@ use pagefold_ksm::lock::{Lock, LockError};
 use pagefold_ksm::scan::{self, ScanKnobs};
 use pagefold_ksm::state_file::{Holder, State, StateError, boot_id};
 use pagefold_ksm::{KSM_ROOT, Knob, Ksm, KsmError};
-use pagefold_procmem::os::interrupt::{Interrupt, Interrupted};
 use pagefold_procmem::process::ReadError;
 use std::fs;
 use std::io;

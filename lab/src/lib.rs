@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
 //! | [`ksm_control`] | KSM, taken for an experiment |
+//! | [`interrupt`] | SIGINT and SIGTERM, for every wait |
 //! | [`activity`] | the things that a tenant does by itself |
 //! | [`programs`] | the real programs for experiments and records |
 //! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
@@ -23,6 +24,7 @@ pub mod commands;
 pub mod digests;
 pub mod fleet;
 pub mod generate;
+pub mod interrupt;
 pub mod ksm_control;
 pub mod partial_hash;
 pub mod programs;

@@ -9,6 +9,7 @@
 //! and frames by one for the whole record; order, distances and positions within a huge page stay the same.
 
 use crate::digests::{Digests, Key};
+use crate::interrupt::Interrupt;
 use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
 use pagefold_engine::host::PageState;
 use pagefold_engine::keys::{DomainKey, OwnerKey, RegionKey};
@@ -24,7 +25,6 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::cursor::{ReadCursor, ReadRange};
 use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::memory::{Contents, PageReader, PageView, ReadHow};
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::ReadError;
 use std::fs::File;
 use std::io::{self, Read};

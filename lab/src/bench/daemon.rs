@@ -1,12 +1,12 @@
 //! Runs pagefold as a subprocess and measures its CPU time from outside.
 
+use crate::interrupt::Interrupt;
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_procmem::cpu::process_cpu_ns;
 use pagefold_procmem::os::cpu::reaped_children_cpu_ns;
 use pagefold_procmem::os::fields::kib;
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -37,12 +37,12 @@ use crate::bench::policy::{
     GovernedUksm, KSM_EVERYTHING, Kernel, KsmAdvisor, KsmPaced, Ksmtuned, Policy, SUBJECT, Stage, UksmdRules,
 };
 use crate::bench::report::{ExperimentReport, Failure, Limit, MachineDescription, PolicyRun};
+use crate::interrupt::Interrupt;
 use crate::programs::{Notes, Target, answers};
 use anyhow::ensure;
 use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_ksm::request::DEVICE;
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use rounds::sort_runs;
 use std::path::Path;

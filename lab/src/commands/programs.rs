@@ -1,6 +1,7 @@
 //! `pagefold-lab programs`: starts real programs and records them at work.
 
 use super::record::{interval, require_page_flags};
+use crate::interrupt::Interrupt;
 use crate::ksm_control::KsmForExperiment;
 use crate::programs::{QEMU, SUBJECTS, Subject, Subjects};
 use crate::record::{Deltas, Origin, RecordWriter, Source};
@@ -10,7 +11,6 @@ use pagefold_engine::units::Bytes;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::{ScopeSpec, resolve};
 use pagefold_procmem::Roots;
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_text::exit;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,6 @@
 //! `pagefold-lab record`: records the page contents of running programs over time, as digests. Reads only.
 
+use crate::interrupt::Interrupt;
 use crate::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
 use crate::recorder::{Recorder, RecordingOptions};
 use anyhow::{Context, Result};
@@ -10,7 +11,6 @@ use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::process_exclusion;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::cpu::own_cpu_ns;
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::progress::Progress;
 use pagefold_text::style::{self, Lines};

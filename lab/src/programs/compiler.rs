@@ -3,8 +3,8 @@
 
 use super::working_guest::{compiler_proper, source_text};
 use super::{gcc, output_of};
+use crate::interrupt::Interrupt;
 use anyhow::{Context, ensure};
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::OwnedChild;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

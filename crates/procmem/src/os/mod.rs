@@ -9,7 +9,6 @@ pub mod fault;
 #[path = "no_fault.rs"]
 pub mod fault;
 pub mod fields;
-pub mod interrupt;
 pub mod numa;
 pub mod number_list;
 pub mod peer;

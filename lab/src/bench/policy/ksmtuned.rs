@@ -6,12 +6,12 @@
 //! look.
 
 use super::{Policy, Stage};
+use crate::interrupt::Interrupt;
 use crate::programs::need;
 use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use pagefold_procmem::os::fields::kib;
-use pagefold_procmem::os::interrupt::Interrupt;
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
