@@ -1,7 +1,7 @@
 //! The daemon is killed, reads and writes fail, the disk is full, or a target is stuck. Even so no target may be
 //! harmed, KSM's knobs must be restored, and nothing may stay half done. `PAGEFOLD_FAULT` (pagefold-procmem's
-//! `fault.rs`) injects a fault at every point and every read in its lists. The test fails if one of them is never
-//! reached.
+//! `fault.rs`) injects a fault at every point and every read in the lists of pagefold-testkit's `faults.rs`. The test
+//! fails if one of them is never reached.
 
 use pagefold_testkit::*;
 
@@ -105,7 +105,7 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
 fn every_fourth(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 60);
-    let points: Vec<&str> = fault::POINTS.iter().copied().chain(LATER).collect();
+    let points: Vec<&str> = faults::POINTS.iter().copied().chain(LATER).collect();
     for (at, point) in points.into_iter().enumerate().skip(from).step_by(4) {
         assert_survivable(&ksm, &mut tenants, point, at / 4 % 3 > 0);
     }

@@ -14,6 +14,7 @@
 //! | [`namespace`] | mount namespaces, and file systems that we can freeze |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
+//! | [`faults`] | the points at which tests make pagefold fail or die |
 //! | [`golden`] | texts that we keep as files and compare |
 //! | [`guest`] | emulated machines |
 //!
@@ -31,6 +32,7 @@
 pub mod binaries;
 pub mod browser;
 pub mod cgroup;
+pub mod faults;
 pub mod golden;
 pub mod guest;
 pub mod holder;

@@ -96,7 +96,7 @@ fn every_third(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 65);
     let all = std::env::var_os("PAGEFOLD_CRASH_ALL").is_some();
-    for (at, read) in fault::READS.iter().enumerate().skip(from).step_by(3) {
+    for (at, read) in faults::READS.iter().enumerate().skip(from).step_by(3) {
         for (start, later) in [("EIO", "ENOMEM"), ("ENOMEM", "EIO")]
             .into_iter()
             .skip(if all { 0 } else { at % 2 })

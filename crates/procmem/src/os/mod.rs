@@ -1,4 +1,4 @@
-//! The machine and our own process: CPU time, memory pressure, capabilities, signals. No other processes.
+//! The machine and our own process: CPU time, memory pressure, capabilities. No other processes.
 
 pub mod abandonable;
 pub mod arc;
