@@ -85,7 +85,7 @@ soak:
 field:
 	@scripts/setup test
 	$(CARGO) build $(LIVE) --bins
-	PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked -p pagefold-sim --test charge
+	PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold-sim --test charge
 	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --include-ignored --nocapture
 
 attack:
