@@ -245,6 +245,14 @@ impl Region {
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
+        self.usage.merged_before = self.usage.merged.len();
+    }
+
+    /// Whether the last reading of the whole region had at least this share of its pages merged, on request, and they
+    /// still are.
+    pub fn has_gained(&self, share: Permyriad) -> bool {
+        let gained = self.usage.merged.len().saturating_sub(self.usage.merged_before);
+        gained > Pages(0) && Permyriad::of(gained.0, self.resident().0) >= share
     }
 
     /// Whether `other` is an older region of the same family and trust domain, so that equal pages may lie at equal

@@ -143,6 +143,26 @@ fn a_newcomer_finds_the_siblings_of_one_that_exited() {
     nearly(sim.saved(), 2 * 16 * MIB, 95);
 }
 
+/// A program gets many new duplicates every two minutes, in memory that's slow to sample. Reading it whole brings
+/// something each time, so we don't wait longer and longer before we do so again.
+#[test]
+fn regions_are_read_again_soon_while_that_brings_something() {
+    let mut sim = Machine::new(SimHost::new(7, Costs::default().slower(10_000), Knobs::requested()));
+    let owners = [1, 2].map(|_| add(&mut sim, 0, Mapping::new(Pages(128 * MIB), Fill::Random)));
+    let [from, to] = owners.map(|owner| sim.regions_of(owner)[0]);
+    let [first_from, first_to] = [from, to].map(|region| sim.span_of(region).unwrap().first);
+    let pages = 8 * MIB;
+    sim.run(60);
+    for turn in 0..12 {
+        for page in turn * pages..(turn + 1) * pages {
+            let (content, _) = sim.page(from, first_from + page).unwrap();
+            sim.write(to, first_to + page, content);
+        }
+        sim.run(120);
+        nearly(sim.saved(), (turn + 1) * pages, 97);
+    }
+}
+
 /// Three processes exit in turn, and another one takes the place of each, at once or when its contents may be
 /// forgotten.
 #[test]

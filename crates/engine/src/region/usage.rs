@@ -24,6 +24,8 @@ pub struct Usage {
     pub own: PageSet,
     /// Pages we merged on request, as far as we know, including zeros: if programs write to them, they need room again.
     pub merged: PageSet,
+    /// How many pages were merged when we last began to read the region whole.
+    pub merged_before: Pages,
     /// Pages that processes outside the region's family map, as we last saw: fork-shared pages, or on Linux 6.12 pages
     /// that an earlier run has merged.
     pub outside: PageSet,

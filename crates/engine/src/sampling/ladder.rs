@@ -312,6 +312,9 @@ impl Ladder {
                 families.insert(region.view.family);
                 if !region.life.is_surveyed() && region.hold.reason().is_none() {
                     // We only read a region again soon if reading it brought something the last time.
+                    if region.has_gained(config.threshold()) {
+                        region.hold.pause_ns = 0;
+                    }
                     region.hold.put_off(now_ns);
                 }
                 region.examine(self.levels);
