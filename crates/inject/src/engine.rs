@@ -406,7 +406,7 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
     // We check this first, because we'd misread the call numbers of a 32-bit program.
-    if is_32_bit(process, "auxv") {
+    if is_32_bit(process, "") {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
     let candidate = match tid {
@@ -426,7 +426,7 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         },
     };
     // If the main thread has ended, the process's auxv is empty, so we check the chosen thread's.
-    if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
+    if is_32_bit(process, &format!("task/{}/", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
     let found = match Code::open(process, candidate.tid) {

@@ -2,6 +2,7 @@
 
 use crate::file_id::FileId;
 use crate::process::{Process, ReadError};
+use pagefold_engine::units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::cmp::Ordering;
 use std::fs::File;
@@ -27,12 +28,21 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     Ok(hash.finish())
 }
 
-/// Whether a process or thread runs a 32-bit program, by the size of the words in its auxiliary vector, which we read
-/// from the file `auxv` below `/proc/PID`. The first word is a small number. So bytes 4 to 7 are zero if words have 64
-/// bits; else they're the second word, which isn't zero. We don't ask the executable, whose file system may not answer.
-pub fn is_32_bit(process: &Process, auxv: &str) -> bool {
-    let auxv = process.read_file(auxv).unwrap_or_default();
-    auxv.get(4..8).is_some_and(|high| high != [0; 4])
+/// Whether a process or, if `below` is `task/TID/`, a thread runs a 32-bit program. The first word of its auxiliary
+/// vector is a small number. So bytes 4 to 7 are zero if words have 64 bits; else they're the second word, which isn't
+/// zero. We don't ask the executable, whose file system may not answer.
+///
+/// A program can replace the vector (PR_SET_MM), but not the end of its address space, which is below 4 GiB for a
+/// 32-bit program. So if the vector looks like one, we read the page map there: that returns nothing beyond the end
+/// (`pagemap_read`, fs/proc/task_mmu.c), and takes no lock. Only a forger's mmap lock is ever waited for.
+pub fn is_32_bit(process: &Process, below: &str) -> bool {
+    const BEYOND: u64 = (1 << 32) / PAGE_BYTES * 8;
+    let auxv = process.read_file(&format!("{below}auxv")).unwrap_or_default();
+    if auxv.get(4..8).is_none_or(|high| high == [0; 4]) {
+        return false;
+    }
+    let Ok(page_map) = process.open_file(&format!("{below}pagemap")) else { return false };
+    matches!(page_map.read_at(&mut [0; 8], BEYOND), Ok(0))
 }
 
 /// The facts by which we judge a process: the execution of its program, its executable, and its user.
@@ -100,7 +110,8 @@ impl AddressSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_testkit::Script;
+    use pagefold_testkit::{Script, skip_unsupported};
+    use std::process::Command;
 
     #[test]
     fn an_exec_ends_the_address_space_and_changes_the_image() {
@@ -113,5 +124,29 @@ mod tests {
         assert_eq!(execing.line(), "again");
         assert!(!space.exists());
         assert_ne!(image_of(&process).unwrap(), image);
+    }
+
+    #[test]
+    fn a_program_that_replaces_its_auxv_stays_a_64_bit_one() {
+        let forger = "import ctypes, struct, sys
+fields = open('/proc/self/stat').read().rsplit(')', 1)[1].split()
+code, stack, data, args = (26, 27), (28,), (45, 46, 47), (48, 49, 50, 51)
+value = lambda numbers: [int(fields[number - 3]) for number in numbers]
+libc = ctypes.CDLL(None)
+libc.sbrk.restype = ctypes.c_void_p
+auxv = ctypes.create_string_buffer(struct.pack('<4I', 16, 7, 6, 4096), 16)
+words = [*value(code), *value(data), libc.sbrk(0), *value(stack), *value(args), ctypes.addressof(auxv)]
+map = struct.pack('<12QIi', *words, 16, -1)
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+print('ready', libc.prctl(PR_SET_MM, PR_SET_MM_MAP, map, len(map), 0), flush=True)
+sys.stdin.readline()";
+        let mut forger = Script::of(Command::new("python3").args(["-c", forger]));
+        if forger.line() != "ready 0" {
+            return skip_unsupported("this kernel has no PR_SET_MM_MAP");
+        }
+        let process = Process::open(forger.pid()).unwrap();
+        assert_eq!(process.read_file("auxv").unwrap()[4..8], [7, 0, 0, 0]);
+        assert!(!is_32_bit(&process, ""));
+        assert!(!is_32_bit(&process, &format!("task/{}/", forger.pid())));
     }
 }

@@ -103,7 +103,7 @@ impl ProcessInfo {
 
     /// Finds out whether the process is running a 32-bit program. May block on the process.
     pub(crate) fn read_width(&mut self) -> Result<(), ReadError> {
-        self.is_32_bit = is_32_bit(&self.process, "auxv");
+        self.is_32_bit = is_32_bit(&self.process, "");
         self.needs_exec = self.is_32_bit && !KsmStat::of(&self.process)?.merge_any;
         Ok(())
     }
