@@ -13,6 +13,7 @@ mod requesting;
 mod turns;
 mod unmerging;
 mod withdrawing;
+mod yielding;
 
 pub use placing::Policies;
 pub use reading::{Content, Digest, PageContent, Progress};

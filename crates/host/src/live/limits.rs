@@ -1,6 +1,7 @@
 //! The cgroups of targets: how much is left below their memory limits (a written merged page needs memory again), how
 //! much swap they may use, and how long their tasks wait for a CPU.
 
+use super::yielding::Yielding;
 use crate::targets::Target;
 use pagefold_engine::host::LimitView;
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
@@ -29,11 +30,11 @@ const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
-/// (user.slice/user-1000.slice), or of one service. In a pod's path, that many are `POD_NAMES`. Only root can make
-/// cgroups that far up, so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time
+/// (user.slice/user-1000.slice), or of one service, or of one pod (`POD_NAMES`). Only root can make cgroups that far
+/// up, so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time
 /// between two passes, we read its limits less often, but each `RESTING_MOST_NS`, nanoseconds.
 const SHARED_NAMES: usize = 2;
-const POD_NAMES: usize = 4;
+const POD_NAMES: usize = 3;
 const RESTING_MOST_NS: u64 = 10_000_000_000;
 /// For this long after a quota has throttled a cgroup, nanoseconds, we ignore its CPU pressure, which counts throttled
 /// tasks as waiting. By then their part of the average over 10 s has fallen to a twentieth.
@@ -60,6 +61,7 @@ pub(super) struct CgroupLimits {
     views: Arc<[LimitView]>,
     swap_left: Option<Pages>,
     cpu_pressure: Option<Permyriad>,
+    yielding: Yielding,
 }
 
 #[derive(Debug)]
@@ -171,7 +173,7 @@ impl CgroupLimits {
         }
         self.views = self.limits().into();
         self.swap_left = self.swap_below_limits();
-        self.cpu_pressure = self.highest_pressure();
+        self.cpu_pressure = self.pressure_to_yield_to(now_ns);
     }
 
     /// Notes that a step of merging begins: the next step depends on the headroom after it.
@@ -260,7 +262,7 @@ impl CgroupLimits {
     }
 
     /// The highest CPU pressure among the targets' own cgroups, as last read: the share of the last 10 s in which some
-    /// task waited for a CPU.
+    /// task waited for a CPU. One tenant's counts only for so long (see [`Yielding`]).
     pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
         self.cpu_pressure
     }
@@ -270,15 +272,22 @@ impl CgroupLimits {
         self.swap_left
     }
 
-    fn highest_pressure(&self) -> Option<Permyriad> {
-        let mut highest = None;
+    fn pressure_to_yield_to(&mut self, now_ns: u64) -> Option<Permyriad> {
+        let mut is_reported = false;
+        let mut waiting: BTreeMap<&Path, Permyriad> = BTreeMap::new();
         for (dir, group) in &self.groups {
-            // PSI counts tasks that a quota stops as waiting for a CPU, but they'd wait even if we used no CPU time.
-            if group.cpu_pressure > highest && !self.is_throttled(dir, group.tried_ns) {
-                highest = group.cpu_pressure;
+            if !group.is_own {
+                continue;
             }
+            let highest = waiting.entry(&group.share).or_default();
+            // PSI counts tasks that a quota stops as waiting for a CPU, but they'd wait even if we used no CPU time.
+            if group.cpu_pressure > Some(*highest) && !self.is_throttled(dir, group.tried_ns) {
+                *highest = group.cpu_pressure.unwrap_or_default();
+            }
+            is_reported |= group.cpu_pressure.is_some();
         }
-        highest
+        let pressure = self.yielding.pressure(now_ns, &waiting);
+        is_reported.then_some(pressure)
     }
 
     /// Whether a quota of a cgroup, or of one above it, has throttled the cgroup shortly before this time.
@@ -431,12 +440,30 @@ mod tests {
         for ((mount, dir), owner) in &members {
             limits.assign(mount, dir, *owner);
         }
-        assert_eq!(limits.highest_pressure(), None);
+        assert_eq!(limits.pressure_to_yield_to(0), None);
         read_all(&mut limits, 1);
-        assert_eq!(limits.highest_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
+        assert_eq!(
+            limits.pressure_to_yield_to(1),
+            Some(Permyriad(1_234)),
+            "of those with targets, but not the topmost"
+        );
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
         read_all(&mut limits, 2);
-        assert_eq!(limits.highest_pressure(), Some(Permyriad(500)));
+        assert_eq!(limits.pressure_to_yield_to(2), Some(Permyriad(500)));
+        // One of two users waits for an hour.
+        write("a/b", "90.00");
+        for second in 0..3_000 {
+            limits.pressure_to_yield_to(second * 1_000_000_000);
+            if second % 600 == 0 {
+                read_all(&mut limits, second * 1_000_000_000);
+            }
+        }
+        assert_eq!(limits.pressure_to_yield_to(3_000_000_000_000), Some(Permyriad(500)));
+        for dir in ["a/b", "a/c"] {
+            write(dir, "90.00");
+        }
+        read_all(&mut limits, 3_601_000_000_000);
+        assert_eq!(limits.pressure_to_yield_to(3_601_000_000_000), Some(Permyriad(9_000)), "both of them wait");
     }
 
     #[test]
@@ -456,7 +483,7 @@ mod tests {
             let mut pressure_at = |second: u64, throttled: u64| {
                 fs::write(&stat, format!("usage_usec 7\nnr_throttled 1\n{field} {throttled}\n")).unwrap();
                 read_all(&mut limits, second * 1_000_000_000);
-                limits.highest_pressure().map(|pressure| pressure.0)
+                limits.pressure_to_yield_to(second).map(|pressure| pressure.0)
             };
             // What a quota did before the first reading may be long ago.
             let found = [(1, 400), (2, 500), (31, 500), (32, 500), (33, 600)];
@@ -598,8 +625,8 @@ mod tests {
     fn pods_have_shares_of_their_own() {
         let mount = Path::new("/sys/fs/cgroup");
         let share = |path: &str| share_of(mount, &mount.join(path)).strip_prefix(mount).unwrap().to_owned();
-        let pod = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice/cri-containerd-2.scope";
-        assert_eq!(share(&format!("{pod}/a/b")), Path::new(pod));
+        let pod = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice";
+        assert_eq!(share(&format!("{pod}/cri-containerd-2.scope/a")), Path::new(pod));
         assert_eq!(share("user.slice/user-1.slice/session-2.scope"), Path::new("user.slice/user-1.slice"));
         assert_eq!(share(""), Path::new(""));
     }
