@@ -16,6 +16,11 @@ use std::collections::{BTreeMap, VecDeque};
 /// Up to this many processes, each counts as a sharer of its own. Beyond that, processes with the same home node, nice
 /// value, allowed nodes and policy count as one sharer. Otherwise there'd be more sets of sharers than we can keep.
 const OWNERS_MAX: usize = 16;
+/// We count at most this many kinds of sharers of one frame, and note the result of adding one to a set at most this many
+/// times. So a program that forks into many processes with different nice values or nodes takes some tens of megabytes
+/// of ours at most. Beyond that, a frame's further sharers don't count.
+const SHARERS_MAX: usize = 2 * OWNERS_MAX;
+const EXTENDED_MAX: usize = 1 << 14;
 /// The distance of a node from itself (SLIT, ACPI).
 const LOCAL_DISTANCE: u32 = 10;
 /// The assumed distance of the nearest other node if we know none.
@@ -118,12 +123,17 @@ impl Inventory {
     }
 
     /// The number of the set that we get from the set `before` by adding the sharer `copy` or, if we've found that
-    /// sharer `again`, by noting that its copy is active. A set counts at most `most` sharers like `copy`.
+    /// sharer `again`, by noting that its copy is active. A set counts at most `most` sharers like `copy`. If there are
+    /// too many sets, or sharers in this one, it's the set `before`.
     fn extend(&mut self, before: u32, copy: PageCopy, again: bool, most: u32) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
         }
-        let mut set = self.sets[index(before)].clone();
+        let known = &self.sets[index(before)];
+        if self.extended.len() >= EXTENDED_MAX || known.len() >= SHARERS_MAX && !known.contains_key(&copy) {
+            return before;
+        }
+        let mut set = known.clone();
         if again {
             if let Some(idle) = set.get_mut(&PageCopy { active: false, ..copy }) {
                 *idle -= 1;
@@ -325,4 +335,41 @@ fn tax(by_node: &PagesByNode, home: NodeKey, nodes: &[NodeView], latencies: Late
         weighted += by_node.get(&view.node).copied().unwrap_or(0) as f64 * latencies.tax(distance, nearest);
     }
     weighted / by_node.values().sum::<u64>().max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::NodeSet;
+
+    #[test]
+    fn the_sets_of_sharers_are_bounded_however_many_processes_share_frames() {
+        const OWNERS: u32 = 200;
+        const FRAMES: u64 = 8_000;
+        // Processes whose homes we don't know are sharers of their own.
+        let view = |owner| OwnerView {
+            owner: OwnerKey(owner),
+            home: None,
+            nice: 0,
+            allowed: NodeSet::ALL,
+            placement: Placement::default(),
+        };
+        let owners: Vec<_> = (0..OWNERS).map(view).collect();
+        let mut inventory = Inventory::new(&owners, |_| None);
+        for owner in 0..OWNERS {
+            for frame in 0..FRAMES {
+                // Each frame has other sharers.
+                if crate::random::mix(u64::from(owner) << 32 | frame) % 4 == 0 {
+                    let (region, page, node) = (RegionKey(owner), Vpn(frame), NodeKey(0));
+                    let sample = MergedSample { region, page, frame, node, charged: false, mappers: 0 };
+                    inventory.add(OwnerKey(owner), false, &sample);
+                }
+            }
+        }
+        assert_eq!(inventory.len() as u64, FRAMES);
+        assert!(inventory.sets.len() <= EXTENDED_MAX + 1, "{}", inventory.sets.len());
+        assert!(inventory.sets.iter().all(|set| set.len() <= SHARERS_MAX));
+        let of_first = inventory.sharers(inventory.frames[&0].sharers);
+        assert!(!of_first.is_empty() && inventory.mapped.len() == OWNERS as usize);
+    }
 }
