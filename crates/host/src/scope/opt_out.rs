@@ -41,8 +41,9 @@ const SHARE: u32 = 2_000;
 const PAUSE: Duration = Duration::from_secs(60);
 /// How many late reads of one user's files, or of root's, may be under way at a time.
 const LATE_MOST: usize = 4;
-/// We remember this many cgroups of each owner.
+/// We remember this many cgroups of each owner, and of all owners. A path may take 4 KiB.
 const REMEMBERED: usize = 4_096;
+const REMEMBERED_IN_ALL: usize = 2 * REMEMBERED;
 /// We read at most this much of a file.
 pub(super) const FILE_MOST: u64 = 64 << 10;
 
@@ -386,7 +387,25 @@ impl Known {
         if remembered < REMEMBERED || entries.contains_key(&key) {
             entries.insert(key, entry);
         }
+        if entries.len() > REMEMBERED_IN_ALL {
+            forget_one(&mut entries);
+        }
         found
+    }
+}
+
+/// Forgets the entry of the owner with the most of them that needs to be read again first.
+fn forget_one(entries: &mut BTreeMap<Key, Entry>) {
+    let mut counts: BTreeMap<Whose, usize> = BTreeMap::new();
+    for key in entries.keys() {
+        *counts.entry(key.whose).or_default() += 1;
+    }
+    let most = counts.into_iter().max_by_key(|&(_, count)| count).map(|(whose, _)| whose);
+    // We keep the entries of threads that haven't returned, because these threads still count.
+    let of_most = entries.iter().filter(|(key, entry)| Some(key.whose) == most && !entry.is_late());
+    if let Some((key, _)) = of_most.min_by_key(|(_, entry)| entry.next) {
+        let key = key.clone();
+        entries.remove(&key);
     }
 }
 

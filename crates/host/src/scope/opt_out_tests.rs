@@ -441,6 +441,33 @@ fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
     assert_eq!(known.get(key(Whose::User(1000), "/user/0"), now + PAUSE, Vec::new), []);
 }
 
+/// However many users there are, and however many cgroups each has.
+#[test]
+fn the_cgroups_that_we_remember_are_bounded() {
+    let known = Known::new();
+    let now = Instant::now();
+    let count =
+        |known: &Known, whose: Whose| known.entries.lock().unwrap().keys().filter(|key| key.whose == whose).count();
+    for number in 0..40 {
+        known.get(key(Whose::System, &number.to_string()), now, Vec::new);
+    }
+    // Reading takes a thread for each, so we fill in what would be read.
+    for uid in 1..=40 {
+        let mut entries = known.entries.lock().unwrap();
+        for number in 0..REMEMBERED / 20 {
+            let found = Some(Vec::new());
+            let entry = Entry { found, next: now + VALID, late: None };
+            entries.insert(key(Whose::User(uid), &format!("/{number}")), entry);
+            if entries.len() > REMEMBERED_IN_ALL {
+                forget_one(&mut entries);
+            }
+        }
+    }
+    known.get(key(Whose::User(50), "/a"), now, Vec::new);
+    assert_eq!(known.entries.lock().unwrap().len(), REMEMBERED_IN_ALL);
+    assert_eq!((count(&known, Whose::System), count(&known, Whose::User(50))), (40, 1), "who has few keeps them");
+}
+
 /// However many cgroups a user has, and however long its files take.
 #[test]
 fn a_users_files_take_a_share_of_the_time() {
