@@ -7,7 +7,7 @@ use pagefold_engine::config::Config;
 use pagefold_engine::decision::Reason;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Host;
-use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::keys::{LimitKey, OwnerKey};
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost, content_of_series};
 use std::ops::Range;
@@ -56,6 +56,20 @@ fn copies_of_pinned_memory_merge_with_each_other() {
     for (owner, is_pinned) in [(0, true), (1, false), (2, true), (3, false)] {
         assert_eq!(state(&sim, owner), (if is_pinned { Pages(0) } else { EACH }, is_pinned), "{owner}");
     }
+}
+
+/// We mark a process with little headroom first. So whoever limits its own memory can have ksmd visit a pinned copy of
+/// its neighbours' memory before that memory, and yet isn't the first that we know.
+#[test]
+fn the_neighbours_of_pinned_memory_that_is_marked_first_are_not_blamed() {
+    let mut sim = machine(&[false, false, false, true]);
+    sim.limit(LimitKey(1), Pages(EACH.0 * 3), &[OwnerKey(3)]);
+    for second in 0..60 {
+        sim.run(1);
+        assert!((0..3).all(|owner| !state(&sim, owner).1), "after {second} s");
+    }
+    assert_eq!(state(&sim, 3), (Pages(0), true));
+    assert!(sim.saved().0 >= 2 * EACH.0 * 98 / 100, "{:?}", sim.saved());
 }
 
 #[test]

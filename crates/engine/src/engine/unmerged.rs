@@ -11,8 +11,8 @@
 //! ksmd visit all marks twice more before we judge.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
-//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, and check the others
-//! after two more scans.
+//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, in ksmd's order, and check
+//! the others after two more scans.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -21,6 +21,7 @@ use crate::keys::{OwnerKey, RegionKey};
 use crate::region::{LeaveAlone, Region};
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
+use std::collections::BTreeSet;
 
 /// We only judge once ksmd has been idle for this long, nanoseconds. So the count of merged pages is later than ksmd's
 /// last merges.
@@ -80,7 +81,13 @@ impl Engine {
                 *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
             }
         }
-        let mut unmerged: Vec<OwnerKey> = Vec::new();
+        // ksmd visits processes in the order in which they were first marked.
+        let mut order: FxHashMap<OwnerKey, u64> = FxHashMap::default();
+        for region in self.table.iter().filter(|region| !region.marks.spans.is_empty()) {
+            let number = order.entry(region.view.owner).or_insert(u64::MAX);
+            *number = region.marks.number.min(*number);
+        }
+        let mut unmerged: BTreeSet<(Option<u64>, OwnerKey)> = BTreeSet::new();
         for region in self.table.iter_mut() {
             if region.marks.merges || !is_counted(region, one_in) {
                 continue;
@@ -91,17 +98,19 @@ impl Engine {
             if region.marks.merges {
                 region.hold.unmerged = 0;
             } else if is_mergeable(region) {
-                if !std::mem::replace(&mut region.marks.visited_again, true) {
+                if std::mem::replace(&mut region.marks.visited_again, true) {
+                    let owner = region.view.owner;
+                    unmerged.insert((order.get(&owner).copied(), owner));
+                } else {
                     self.ksmd.scheduler.request_thorough(region.marked_resident());
-                } else if !unmerged.contains(&region.view.owner) {
-                    unmerged.push(region.view.owner);
                 }
             }
         }
         if self.ksmd.scheduler.is_busy() {
             return;
         }
-        let first = &unmerged[..unmerged.len().div_ceil(AT_ONCE)];
+        let first: BTreeSet<OwnerKey> =
+            unmerged.iter().take(unmerged.len().div_ceil(AT_ONCE)).map(|&(_, owner)| owner).collect();
         for region in self.table.iter_mut() {
             if region.marks.merges || !is_counted(region, one_in) || !is_mergeable(region) {
                 continue;

@@ -40,6 +40,8 @@ const REFRESH_MIN: u64 = 1_024;
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
+    /// How many regions we've marked so far.
+    marked: u64,
     /// Marks that wait because they don't pay at the governor's price: `thin` in extents with few duplicates, `small`
     /// in dense extents that together save too little.
     thin: Wave,
@@ -174,6 +176,10 @@ impl Marker {
                 region.marks.scanned_whole = true;
                 scheduler.request(region.view.resident);
                 continue;
+            }
+            if region.marks.spans.is_empty() {
+                self.marked += 1;
+                region.marks.number = self.marked;
             }
             let before = region.mergeable();
             for span in spans {

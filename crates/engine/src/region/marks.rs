@@ -11,6 +11,8 @@ const SAMPLES_MIN: u64 = 256;
 pub struct Marks {
     /// Spans that this run marked.
     pub spans: Vec<Candidate>,
+    /// A number that's higher than that of all regions marked before this one.
+    pub number: u64,
     /// Samples of marked memory.
     pub samples: MarkedSamples,
     /// Whether we've already requested scans because another program has marked the whole region.
