@@ -4,6 +4,7 @@
 pub mod words;
 pub mod workload;
 
+use crate::bounds::Bounds;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::{self, ScopeArgs};
@@ -51,6 +52,8 @@ pub struct Explanation {
     pub in_scope: bool,
     pub scope: String,
     pub left_alone: Option<String>,
+    #[serde(skip)]
+    pub way_in: String,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     pub paused: bool,
@@ -117,8 +120,16 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
         }
     };
     let explanation: Explanation = ask(&Request::Explain { pid })?;
-    let explanation = if explanation.in_scope { explanation } else { outside(explanation)? };
+    let mut explanation = if explanation.in_scope { explanation } else { outside(explanation)? };
+    explanation.way_in = way_in(&explanation).unwrap_or_default();
     print(args.json, &explanation)
+}
+
+/// How to have a process merged that's left alone as a whole: words to print after the reason.
+fn way_in(explanation: &Explanation) -> Result<String> {
+    let Some(why) = &explanation.left_alone else { return Ok(String::new()) };
+    let found = resolve(&ScopeSpec::of_pids([explanation.pid]), &Roots::default())?;
+    Ok(Bounds::with(&DenyFlags::default())?.way_in(&found[0], why))
 }
 
 /// Explains a Xen guest, given its name or domain ID. Only the daemon of pagefold-xen knows guests.
