@@ -53,8 +53,9 @@ struct LimitRoom {
     left: Pages,
     /// How many more pages we may merge while half of the reserve is lent ([`Headroom::lend`]).
     lent: Pages,
-    /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever, apart from those
-    /// of young children.
+    /// By how much we'd exceed a limit that kills if all pages that may be merged were charged there for ever, apart
+    /// from those of young children. A limit that we haven't read yet allows no more merging, but doesn't count here:
+    /// otherwise, anybody could have ksmd held with cgroups that take long to read.
     over: Pages,
     /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
     /// merged.
@@ -114,11 +115,12 @@ impl Headroom {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
             }
             let reserve = keep.below(view.limit);
+            let over = view.kills.map(|kills| held.saturating_sub(sum_of(inherited, view) + kills.left));
             let now = LimitRoom {
                 read_ns: view.read_ns,
                 left: view.left.saturating_sub(held + reserve),
                 lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
-                over: held.saturating_sub(sum_of(inherited, view) + view.left),
+                over: over.unwrap_or_default(),
                 is_shared,
             };
             let room = match known {
@@ -268,12 +270,14 @@ fn covers(view: &LimitView, scope: &FxHashMap<OwnerKey, Pages>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::KillLimit;
     use crate::units::Permyriad;
     use std::slice::from_ref;
 
     fn view(key: u32, limit: u64, left: u64, owners: &[u32], read_ns: u64) -> LimitView {
         let owners = owners.iter().map(|&owner| OwnerKey(owner)).collect();
-        LimitView { key: LimitKey(key), limit: Pages(limit), left: Pages(left), owners, read_ns }
+        let (limit, left) = (Pages(limit), Pages(left));
+        LimitView { key: LimitKey(key), limit, left, kills: Some(KillLimit { limit, left }), owners, read_ns }
     }
 
     /// The headroom of processes 1 to 3. `mergeable` is how many pages of each may be merged.
@@ -341,6 +345,16 @@ mod tests {
         let covering = view(7, 1_000, 0, &[1, 2, 3, 4], 1);
         let large = view(8, 10_000, 0, &[1], 1);
         assert_eq!(look(&mut Headroom::default(), &[covering, large], [500; 3]), [None; 3]);
+    }
+
+    #[test]
+    fn a_limit_that_we_do_not_know_stops_merging_but_is_not_exceeded() {
+        let mut headroom = Headroom::default();
+        look(&mut headroom, &[view(7, 1_000, 100, &[1], 1)], [300, 0, 0]);
+        assert_eq!(headroom.exceeded(), [(LimitKey(7), Pages(200))]);
+        let unknown = LimitView { kills: None, ..view(8, 0, 0, &[1], 2) };
+        assert_eq!(look(&mut headroom, &[unknown], [300, 0, 0])[0], Some((8, 0)));
+        assert_eq!(headroom.exceeded(), []);
     }
 
     #[test]

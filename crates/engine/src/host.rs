@@ -217,10 +217,19 @@ pub struct LimitView {
     /// How much of the limit is left. Page cache that the kernel would reclaim before it kills a process counts as
     /// left.
     pub left: Pages,
+    /// The tightest limit where the kernel kills. `None` if there's none, or if we don't know it yet.
+    pub kills: Option<KillLimit>,
     /// The processes in scope that the limit applies to.
     pub owners: Vec<OwnerKey>,
     /// When the host last read the limit, nanoseconds.
     pub read_ns: u64,
+}
+
+/// A memory limit where the kernel kills, and how much of it is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KillLimit {
+    pub limit: Pages,
+    pub left: Pages,
 }
 
 /// CPU time spent since the run began. In JSON, seconds.

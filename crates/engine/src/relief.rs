@@ -453,6 +453,7 @@ impl OwnUnmerged {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::KillLimit;
     use crate::keys::NodeKey;
     use crate::marking::extents::Candidate;
     use crate::region::test_view;
@@ -480,7 +481,8 @@ mod tests {
     /// A limit on process 1.
     fn limit(limit: u64, used: u64) -> LimitView {
         let (limit, left) = (Pages(limit), Pages(limit - used));
-        LimitView { key: LimitKey(7), limit, left, owners: vec![OwnerKey(1)], read_ns: 0 }
+        let kills = Some(KillLimit { limit, left });
+        LimitView { key: LimitKey(7), limit, left, kills, owners: vec![OwnerKey(1)], read_ns: 0 }
     }
 
     /// Pages that map merged frames. Each of `shares` gives a region, its first page and frame, how many there are, and

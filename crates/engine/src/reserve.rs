@@ -356,6 +356,7 @@ mod tests {
             key: LimitKey(1),
             limit: Pages(200),
             left: Pages(left),
+            kills: None,
             owners: vec![OwnerKey(1), OwnerKey(2)],
             read_ns: 0,
         }

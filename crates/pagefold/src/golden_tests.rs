@@ -289,8 +289,14 @@ impl Run {
             .filter(|target| target.name == "redis-server")
             .map(|target| target.owner)
             .collect();
-        let limit =
-            LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis, read_ns: 0 };
+        let limit = LimitView {
+            key: LimitKey(1),
+            limit: Pages(128 * MIB),
+            left: Pages(20 * MIB),
+            kills: None,
+            owners: redis,
+            read_ns: 0,
+        };
         self.machine.host.set_limits(vec![limit]);
         self.machine.host.set_memory(MemoryView {
             total: Pages(4_096 * MIB),

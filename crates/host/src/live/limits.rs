@@ -3,7 +3,7 @@
 
 use super::yielding::Yielding;
 use crate::targets::Target;
-use pagefold_engine::host::LimitView;
+use pagefold_engine::host::{KillLimit, LimitView};
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
 use pagefold_procmem::headroom::{Limit, limit_of, swap_left};
@@ -330,13 +330,14 @@ impl CgroupLimits {
         for group in self.groups.values() {
             let known = match group.reading {
                 Reading::Unlimited => continue,
-                Reading::Unknown => Limit { limit: Bytes(0), left: Bytes(0) },
-                Reading::Limited(limit) => limit,
+                Reading::Unknown => None,
+                Reading::Limited(limit) => Some(kill_limit(limit)),
             };
             views.push(LimitView {
                 key: group.key,
-                limit: Pages(known.limit.0 / PAGE_BYTES),
-                left: Pages(known.left.0 / PAGE_BYTES),
+                limit: known.map_or(Pages(0), |known| known.limit),
+                left: known.map_or(Pages(0), |known| known.left),
+                kills: known,
                 owners: group.owners.clone(),
                 read_ns: group.read_ns,
             });
@@ -348,6 +349,10 @@ impl CgroupLimits {
     pub(super) fn name(&self, key: LimitKey) -> Option<&Path> {
         self.dirs.get(&key).map(PathBuf::as_path)
     }
+}
+
+fn kill_limit(known: Limit) -> KillLimit {
+    KillLimit { limit: Pages(known.limit.0 / PAGE_BYTES), left: Pages(known.left.0 / PAGE_BYTES) }
 }
 
 /// The beginning of a cgroup's path by which it shares a part of each pass.
@@ -646,7 +651,8 @@ mod tests {
         for ((mount, dir), owner) in &members {
             limits.assign(mount, dir, *owner);
         }
-        assert!(limits.limits().iter().all(|view| view.limit == Pages(0)), "none has been read yet");
+        let are_unknown = limits.limits().iter().all(|view| view.limit == Pages(0) && view.kills.is_none());
+        assert!(are_unknown, "none has been read yet");
         read_all(&mut limits, 7);
         let views = limits.limits();
         let found: Vec<_> = views.iter().map(|view| (view.limit.0, view.left.0, view.owners.clone())).collect();

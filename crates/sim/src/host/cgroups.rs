@@ -4,7 +4,7 @@
 
 use super::SimHost;
 use crate::memory::Backing;
-use pagefold_engine::host::LimitView;
+use pagefold_engine::host::{KillLimit, LimitView};
 use pagefold_engine::keys::{LimitKey, OwnerKey};
 use pagefold_engine::units::Pages;
 use std::collections::{BTreeMap, BTreeSet};
@@ -107,13 +107,9 @@ impl SimHost {
             for (&key, cgroup) in &self.cgroups.groups {
                 let used = Pages(self.own_pages(cgroup) + self.frames_of(cgroup, |_| true));
                 let owners = cgroup.members.iter().copied().collect();
-                views.push(LimitView {
-                    key,
-                    limit: cgroup.limit,
-                    left: cgroup.limit.saturating_sub(used),
-                    owners,
-                    read_ns,
-                });
+                let limit = cgroup.limit;
+                let left = limit.saturating_sub(used);
+                views.push(LimitView { key, limit, left, kills: Some(KillLimit { limit, left }), owners, read_ns });
             }
             self.cgroups.views = views.into();
             self.cgroups.next_ns = self.now_ns + READ_NS;

@@ -76,6 +76,7 @@ mod tests {
                 key: LimitKey(1),
                 limit: mib(100),
                 left: mib(left),
+                kills: None,
                 owners: vec![OwnerKey(1)],
                 read_ns: 0,
             };
