@@ -217,7 +217,8 @@ pub struct LimitView {
     /// How much of the limit is left. Page cache that the kernel would reclaim before it kills a process counts as
     /// left.
     pub left: Pages,
-    /// The tightest limit where the kernel kills. `None` if there's none, or if we don't know it yet.
+    /// The tightest limit where the kernel kills. Above `memory.high` it only throttles. `None` if there's none, or if
+    /// we don't know it yet.
     pub kills: Option<KillLimit>,
     /// The processes in scope that the limit applies to.
     pub owners: Vec<OwnerKey>,

@@ -13,13 +13,16 @@
 //! at worst        = without merging + frames charged to it that others map
 //! ```
 //!
+//! We only do this below limits where the kernel kills. Being throttled, above `memory.high`, is no reason to take
+//! others' merged memory apart.
+//!
 //! If a cgroup would exceed its limit even without merging, we can't help: its programs need more memory than it
 //! allows.
 //!
 //! Some of its own pages are marked but not merged, because they were written. If they merged again, they could add to
 //! the pages that the cgroup keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
-use crate::host::{LimitView, MergedSample, PageRun, RegionView};
+use crate::host::{KillLimit, LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::marker::SPLIT_FROM;
 use crate::marking::unmarking::{Wait, Waiting};
@@ -199,7 +202,7 @@ impl Relief {
     /// by more than at the last survey.
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
         let Some(last) = self.looked.get(&view.key) else { return true };
-        last.was_in_vain || over.0 > last.over.0 + view.limit.0 / WORSE
+        last.was_in_vain || over.0 > last.over.0 + view.kills.map_or(0, |kills| kills.limit.0 / WORSE)
     }
 
     /// Called if something that we chose can't be unmarked now. Merging has to wait for new surveys of all limits,
@@ -280,7 +283,8 @@ impl Relief {
         }
         let survey = self.survey.take()?;
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
-        let found = view.and_then(|view| survey.relieve(memory, view, keep.below(view.limit), budget));
+        let limit = view.and_then(|view| view.kills);
+        let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
         self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
         self.next_ns = now_ns + self.pause_ns;
         found
@@ -327,27 +331,28 @@ impl Survey {
     fn relieve(
         &self,
         memory: Charged<'_>,
-        view: &LimitView,
+        kills: KillLimit,
         reserve: Pages,
         budget: CopyBudget<'_>,
     ) -> Option<Relieved> {
+        let KillLimit { limit, left } = kills;
         let own = self.own_unmerged(memory);
-        let used = view.limit.saturating_sub(view.left);
+        let used = limit.saturating_sub(left);
         let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
-        if without_merging > view.limit {
+        if without_merging > limit {
             return None;
         }
         let mut held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
         held.extend(&self.stuck);
         let mut at_worst = without_merging + Pages(count(held.len())) + own.waiting;
-        let goal = view.limit.saturating_sub(reserve);
+        let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
-        if at_worst > view.limit {
+        if at_worst > limit {
             let freed = self.choose_others(at_worst.saturating_sub(goal), budget, &mut relieved.others);
             at_worst = at_worst.saturating_sub(freed);
         }
-        own.choose(view.limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
+        own.choose(limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
     }
 
@@ -453,7 +458,6 @@ impl OwnUnmerged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::KillLimit;
     use crate::keys::NodeKey;
     use crate::marking::extents::Candidate;
     use crate::region::test_view;

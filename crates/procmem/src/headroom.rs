@@ -71,7 +71,7 @@ fn limits_on(cgroups: &[Cgroup], cgroup_root: &Path) -> io::Result<Vec<Limit>> {
     for cgroup in cgroups {
         let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
         for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
-            limits.extend(limit_of(dir)?);
+            limits.extend(limits_of(dir)?.map(|limits| limits.of_all));
         }
     }
     Ok(limits)
@@ -110,14 +110,17 @@ pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((mount, dir))
 }
 
-/// The file of each limit, and the file of the usage that counts against it. Above `memory.high` the kernel doesn't
-/// kill but throttles. Version 1 can limit memory and swap together, and then swapping out frees nothing.
+/// The file of each limit, and the file of the usage that counts against it. Version 1 can limit memory and swap
+/// together, and then swapping out frees nothing.
 const LIMITS: [(&str, &str); 4] = [
     ("memory.max", "memory.current"),
-    ("memory.high", "memory.current"),
+    (THROTTLES, "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
+
+/// Above this limit the kernel throttles. Above the others it kills.
+const THROTTLES: &str = "memory.high";
 
 /// A limit this large has no effect: version 1 shows a huge number if there's no limit.
 const NO_LIMIT: u64 = 1 << 62;
@@ -128,6 +131,14 @@ pub struct Limit {
     pub left: Bytes,
 }
 
+/// The limits of a cgroup that leave the least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TightestLimits {
+    pub of_all: Limit,
+    /// Of those above which the kernel kills.
+    pub kills: Option<Limit>,
+}
+
 /// The number in a file; `None` if the file doesn't exist, or says "max" (no limit).
 fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
     match text_of(path)?.trim() {
@@ -136,13 +147,13 @@ fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// The tightest limit of a cgroup; `None` if it has no limit.
-pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
+/// The tightest limits of a cgroup; `None` if it has no limit.
+pub fn limits_of(dir: &Path) -> io::Result<Option<TightestLimits>> {
     let mut limits = Vec::new();
-    for (limit, usage) in LIMITS {
-        let limit = bytes_in(&dir.join(limit))?.unwrap_or(NO_LIMIT);
+    for (name, usage) in LIMITS {
+        let limit = bytes_in(&dir.join(name))?.unwrap_or(NO_LIMIT);
         if limit < NO_LIMIT {
-            limits.extend(bytes_in(&dir.join(usage))?.map(|usage| (limit, usage)));
+            limits.extend(bytes_in(&dir.join(usage))?.map(|usage| (name, limit, usage)));
         }
     }
     if limits.is_empty() {
@@ -151,11 +162,21 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     // We read this file only if there is a limit: it costs the kernel more than all the other files together.
     let stat = text_of(&dir.join("memory.stat"))?;
     let cache = reclaimable(stat.as_bytes());
-    let limits = limits.into_iter().map(|(limit, usage)| {
+    let mut of_all = None;
+    let mut kills = None;
+    for (name, limit, usage) in limits {
         let left = limit.saturating_sub(usage.saturating_sub(cache));
-        Limit { limit: Bytes(limit), left: Bytes(left) }
-    });
-    Ok(limits.min_by_key(|limit| limit.left))
+        let limit = Limit { limit: Bytes(limit), left: Bytes(left) };
+        of_all = Some(tighter(of_all, limit));
+        if name != THROTTLES {
+            kills = Some(tighter(kills, limit));
+        }
+    }
+    Ok(of_all.map(|of_all| TightestLimits { of_all, kills }))
+}
+
+fn tighter(known: Option<Limit>, other: Limit) -> Limit {
+    known.filter(|known| known.left <= other.left).unwrap_or(other)
 }
 
 /// How much more swap the processes below a cgroup may use; `None` if that has no limit. Version 1 limits memory and
@@ -290,15 +311,20 @@ mod tests {
                 ("cg/limited/memory.max", "8000\n"),
                 ("cg/limited/memory.high", "7500\n"),
                 ("cg/limited/memory.current", "7000\n"),
+                ("cg/high/memory.high", "7500\n"),
+                ("cg/high/memory.current", "7000\n"),
                 ("cg/odd/memory.max", "many\n"),
             ],
         );
-        let limit = |name: &str| limit_of(&dir.path().join("cg").join(name));
+        let limits = |name: &str| limits_of(&dir.path().join("cg").join(name));
         for name in ["one", "two", "gone"] {
-            assert_eq!(limit(name).unwrap(), None);
+            assert_eq!(limits(name).unwrap(), None);
         }
-        assert_eq!(limit("limited").unwrap(), Some(Limit { limit: Bytes(7500), left: Bytes(500) }));
-        assert!(limit("odd").is_err());
+        let throttles = Limit { limit: Bytes(7500), left: Bytes(500) };
+        let kills = Limit { limit: Bytes(8000), left: Bytes(1000) };
+        assert_eq!(limits("limited").unwrap(), Some(TightestLimits { of_all: throttles, kills: Some(kills) }));
+        assert_eq!(limits("high").unwrap(), Some(TightestLimits { of_all: throttles, kills: None }));
+        assert!(limits("odd").is_err());
     }
 
     #[test]

@@ -239,6 +239,19 @@ fn a_process_that_cannot_be_stopped_keeps_no_limit_from_relief() {
 }
 
 #[test]
+fn where_the_kernel_only_throttles_nothing_is_taken_from_others() {
+    for mut sim in machines() {
+        let owners = merged(&mut sim, 3);
+        let saved = sim.saved();
+        let payer = payer(&sim);
+        sim.throttle(payer, Pages(EACH * 14 / 10), &[owners[payer.0 as usize - 1]]);
+        assert!(sim.charged_at_worst(payer) > Pages(EACH * 14 / 10));
+        sim.run(60);
+        assert!(sim.saved().0 >= saved.0 * 98 / 100, "{:?} of {saved:?}", sim.saved());
+    }
+}
+
+#[test]
 fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
     for mut sim in machines() {
         let owners = merged(&mut sim, 3);

@@ -6,7 +6,7 @@ use crate::targets::Target;
 use pagefold_engine::host::{KillLimit, LimitView};
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
-use pagefold_procmem::headroom::{Limit, limit_of, swap_left};
+use pagefold_procmem::headroom::{Limit, TightestLimits, limits_of, swap_left};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::fields::number;
@@ -113,8 +113,8 @@ impl Group {
     fn read(&mut self, dir: &Path, now_ns: u64) {
         self.tried_ns = now_ns;
         // A limit that we can't read now still applies, so we keep the last reading.
-        if let Ok(limit) = limit_of(dir) {
-            self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
+        if let Ok(limits) = limits_of(dir) {
+            self.reading = limits.map_or(Reading::Unlimited, Reading::Limited);
             self.read_ns = now_ns;
         }
         if let Ok(left) = swap_left(dir) {
@@ -138,7 +138,7 @@ enum Reading {
     #[default]
     Unknown,
     Unlimited,
-    Limited(Limit),
+    Limited(TightestLimits),
 }
 
 impl CgroupLimits {
@@ -330,14 +330,14 @@ impl CgroupLimits {
         for group in self.groups.values() {
             let known = match group.reading {
                 Reading::Unlimited => continue,
-                Reading::Unknown => None,
-                Reading::Limited(limit) => Some(kill_limit(limit)),
+                Reading::Unknown => TightestLimits { of_all: Limit { limit: Bytes(0), left: Bytes(0) }, kills: None },
+                Reading::Limited(limits) => limits,
             };
             views.push(LimitView {
                 key: group.key,
-                limit: known.map_or(Pages(0), |known| known.limit),
-                left: known.map_or(Pages(0), |known| known.left),
-                kills: known,
+                limit: in_pages(known.of_all.limit),
+                left: in_pages(known.of_all.left),
+                kills: known.kills.map(|Limit { limit, left }| KillLimit { limit: in_pages(limit), left: in_pages(left) }),
                 owners: group.owners.clone(),
                 read_ns: group.read_ns,
             });
@@ -351,8 +351,8 @@ impl CgroupLimits {
     }
 }
 
-fn kill_limit(known: Limit) -> KillLimit {
-    KillLimit { limit: Pages(known.limit.0 / PAGE_BYTES), left: Pages(known.left.0 / PAGE_BYTES) }
+fn in_pages(bytes: Bytes) -> Pages {
+    Pages(bytes.0 / PAGE_BYTES)
 }
 
 /// The beginning of a cgroup's path by which it shares a part of each pass.

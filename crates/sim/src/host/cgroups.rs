@@ -17,6 +17,8 @@ const READ_NS: u64 = 1_000_000_000;
 #[derive(Clone, Debug)]
 struct Cgroup {
     limit: Pages,
+    /// Whether the kernel kills above the limit, rather than throttles.
+    kills: bool,
     members: BTreeSet<OwnerKey>,
 }
 
@@ -33,7 +35,13 @@ impl SimHost {
     /// below a cgroup that also has a limit.
     pub fn limit(&mut self, key: LimitKey, limit: Pages, members: &[OwnerKey]) {
         let members = members.iter().copied().collect();
-        self.cgroups.groups.insert(key, Cgroup { limit, members });
+        self.cgroups.groups.insert(key, Cgroup { limit, kills: true, members });
+    }
+
+    /// Like [`Self::limit`], but above this limit the kernel only throttles (`memory.high`).
+    pub fn throttle(&mut self, key: LimitKey, limit: Pages, members: &[OwnerKey]) {
+        let members = members.iter().copied().collect();
+        self.cgroups.groups.insert(key, Cgroup { limit, kills: false, members });
     }
 
     /// How many pages are charged to a cgroup.
@@ -109,7 +117,8 @@ impl SimHost {
                 let owners = cgroup.members.iter().copied().collect();
                 let limit = cgroup.limit;
                 let left = limit.saturating_sub(used);
-                views.push(LimitView { key, limit, left, kills: Some(KillLimit { limit, left }), owners, read_ns });
+                let kills = cgroup.kills.then_some(KillLimit { limit, left });
+                views.push(LimitView { key, limit, left, kills, owners, read_ns });
             }
             self.cgroups.views = views.into();
             self.cgroups.next_ns = self.now_ns + READ_NS;
