@@ -22,6 +22,8 @@
 //! Some of its own pages are marked but not merged, because they were written. If they merged again, they could add to
 //! the pages that the cgroup keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
+pub mod holds;
+
 use crate::host::{KillLimit, LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::marker::SPLIT_FROM;
@@ -143,6 +145,8 @@ pub struct Relieved {
 #[derive(Debug)]
 struct Survey {
     limit: LimitKey,
+    /// Whether ksmd rests meanwhile.
+    holds_ksmd: bool,
     members: FxHashSet<OwnerKey>,
     ahead: VecDeque<PageRun>,
     /// Merged pages of the cgroup's processes, by region.
@@ -162,6 +166,8 @@ struct Survey {
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
+    /// The tenant that the last survey was for.
+    tenant: Option<LimitKey>,
     /// When we may survey again if nothing has got worse, nanoseconds.
     next_ns: u64,
     pause_ns: u64,
@@ -186,16 +192,25 @@ impl Relief {
         self.survey.is_some()
     }
 
+    /// Whether ksmd may merge nothing while we're looking up pages.
+    pub fn holds_ksmd(&self) -> bool {
+        self.survey.as_ref().is_some_and(|survey| survey.holds_ksmd)
+    }
+
+    /// The tenant that we look up pages for, or last did.
+    pub fn tenant(&self) -> Option<LimitKey> {
+        self.tenant
+    }
+
     /// Whether this cycle's plan looks pages up for us.
     pub fn is_asking(&self) -> bool {
         self.is_asking
     }
 
-    /// Forgets limits that can't be exceeded any more. We keep those with recent surveys, so that a limit that's
-    /// lowered and raised all the time doesn't cause more surveys.
-    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
-        self.looked
-            .retain(|key, look| now_ns < look.at_ns + PAUSE_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key));
+    /// Forgets limits other than these. We keep those with recent surveys, so that a limit that's lowered and raised
+    /// all the time doesn't cause more surveys.
+    pub fn keep_only(&mut self, limits: &BTreeSet<LimitKey>, now_ns: u64) {
+        self.looked.retain(|key, look| now_ns < look.at_ns + PAUSE_NS || limits.contains(key));
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
@@ -213,17 +228,34 @@ impl Relief {
         }
     }
 
-    /// Whether it's time to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
-    pub fn is_due(&self, view: &LimitView, over: Pages, now_ns: u64) -> bool {
+    /// Whether it's time to look up who maps the pages charged to a cgroup that may exceed its limit by `over`. We look
+    /// as rarely as we can if its tenant `is_overdrawn`.
+    pub fn is_due(&self, view: &LimitView, over: Pages, is_overdrawn: bool, now_ns: u64) -> bool {
         if self.is_busy() {
             return false;
         }
         let Some(last) = self.looked.get(&view.key) else { return true };
-        now_ns >= if self.is_wanted(view, over) { last.at_ns + PAUSE_NS } else { self.next_ns }
+        let next_ns = if is_overdrawn {
+            last.at_ns + PAUSE_MOST_NS
+        } else if self.is_wanted(view, over) {
+            last.at_ns + PAUSE_NS
+        } else {
+            self.next_ns
+        };
+        now_ns >= next_ns
     }
 
-    /// Begins to look up who maps a cgroup's charged pages.
-    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
+    /// Begins to look up who maps a cgroup's charged pages. With `holds_ksmd`, nothing may be merged meanwhile.
+    pub fn begin(
+        &mut self,
+        view: &LimitView,
+        over: Pages,
+        holds_ksmd: bool,
+        table: &RegionTable,
+        waiting: &Waiting,
+        now_ns: u64,
+    ) {
+        self.tenant = Some(view.tenant);
         self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
         let mut ahead = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
@@ -240,6 +272,7 @@ impl Relief {
         });
         self.survey = Some(Survey {
             limit: view.key,
+            holds_ksmd,
             members: view.owners.iter().copied().collect(),
             ahead,
             merged: FxHashMap::default(),
@@ -486,7 +519,7 @@ mod tests {
     fn limit(limit: u64, used: u64) -> LimitView {
         let (limit, left) = (Pages(limit), Pages(limit - used));
         let kills = Some(KillLimit { limit, left });
-        LimitView { key: LimitKey(7), limit, left, kills, owners: vec![OwnerKey(1)], read_ns: 0 }
+        LimitView { key: LimitKey(7), tenant: LimitKey(7), limit, left, kills, owners: vec![OwnerKey(1)], read_ns: 0 }
     }
 
     /// Pages that map merged frames. Each of `shares` gives a region, its first page and frame, how many there are, and
@@ -522,7 +555,7 @@ mod tests {
     /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
-        relief.begin(view, Pages(1), &table, &Waiting::default(), S);
+        relief.begin(view, Pages(1), true, &table, &Waiting::default(), S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
         let found =
@@ -556,7 +589,7 @@ mod tests {
         let others = |change: fn(&mut Region)| {
             let (mut relief, mut table) = (Relief::default(), table());
             change(table.at_mut(RegionKey(3), Vpn(0)).unwrap());
-            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), u64::MAX);
             let found = relief.record(charged(&table), &shared, budget, Keep::Share(Permyriad(1_000)), S);
@@ -578,7 +611,7 @@ mod tests {
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
-            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), spare);
             let keep = Keep::Share(Permyriad(0));
@@ -596,9 +629,9 @@ mod tests {
         let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
         let mut looks = |over: u64, at_ns: u64| {
             let is_wanted = relief.is_wanted(&view, Pages(over));
-            let begins = relief.is_due(&view, Pages(over), at_ns);
+            let begins = relief.is_due(&view, Pages(over), false, at_ns);
             if begins {
-                relief.begin(&view, Pages(over), &table, &Waiting::default(), at_ns);
+                relief.begin(&view, Pages(over), true, &table, &Waiting::default(), at_ns);
             }
             relief.inspect();
             relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);
@@ -611,7 +644,7 @@ mod tests {
         assert_eq!(looks(41, 15 * S), (false, false));
         assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
         assert_eq!(looks(41, 23 * S), (false, false));
-        relief.keep_only(&[], 23 * S);
+        relief.keep_only(&BTreeSet::new(), 23 * S);
         assert!(relief.is_wanted(&view, Pages(1)));
     }
 }
