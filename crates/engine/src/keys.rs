@@ -24,7 +24,7 @@ pub struct LastingKey(pub u64);
 pub struct LineageKey(pub u64);
 
 /// The key of a limit on some processes' memory, unique among current limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LimitKey(pub u32);
 

@@ -35,7 +35,7 @@ use crate::reserve::Keep;
 use crate::units::{EXTENT_PAGES, Pages, Vpn, count};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Unmerging makes copies in steps of this many pages. Each step needs a margin besides: 32 MiB that the process and
 /// its neighbours may allocate during the step, and 2 MiB that the kernel charges in advance on each processor that
@@ -49,9 +49,16 @@ pub fn margin_below(limit: Pages) -> Pages {
     UNMERGE_MARGIN.min(Pages(limit.0 / 4))
 }
 
-/// We look up at most this many pages for one cgroup in all, and at most this many in one cycle.
-const LOOKED_UP_MOST: u64 = 1 << 24;
+/// We look up at most this many pages in one cycle. A survey ends once it has found this many merged pages, which took
+/// 20 MB where all were charged frames, or after this time, nanoseconds, because ksmd rests meanwhile. Half of each is
+/// for the cgroup's own pages. What we haven't looked at counts as worst for the cgroup: all of its own pages are
+/// merged, and others keep all frames that are charged to it. But we don't know who, so the next survey begins there. If
+/// a frame that we expected to come free is mapped there, too, that survey finds it.
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
+const FOUND_MOST: usize = 1 << 18;
+const LASTS_MOST_NS: u64 = 10_000_000_000;
+/// How many pairs of a frame and a part that maps it we compare to choose parts.
+const COMPARED_MOST: usize = 1 << 22;
 /// The first pause between two surveys of who maps the charged pages, nanoseconds. It doubles while they find nothing
 /// to unmerge.
 const PAUSE_NS: u64 = 2_000_000_000;
@@ -141,22 +148,41 @@ pub struct Relieved {
     pub own: Vec<Place>,
 }
 
+/// A part of another process's region, and how many of its pages are merged, whichever cgroup they're charged to.
+#[derive(Clone, Copy, Debug)]
+struct FoundPart {
+    part: Part,
+    owner: OwnerKey,
+    copies: Pages,
+    has_charged: bool,
+}
+
+/// A run's place in the order of surveys.
+type Turn = (OwnerKey, RegionKey, Vpn);
+
 /// Which frames are charged to one cgroup, and who maps them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Survey {
     limit: LimitKey,
     /// Whether ksmd rests meanwhile.
     holds_ksmd: bool,
+    began_ns: u64,
     members: FxHashSet<OwnerKey>,
-    ahead: VecDeque<PageRun>,
+    /// The pages that we still have to look up: of the cgroup's processes, and of others.
+    own: VecDeque<PageRun>,
+    others: VecDeque<PageRun>,
+    /// How many merged pages we've found.
+    found: usize,
+    /// By how much less the cgroup might use without merging than we know, because of pages that we didn't look up.
+    unseen: Pages,
     /// Merged pages of the cgroup's processes, by region.
     merged: FxHashMap<Place, u64>,
     /// Merged frames that are charged to the cgroup.
     frames: FxHashSet<u64>,
-    /// Charged frames that other processes map, and where.
-    outside: Vec<(Part, u64)>,
-    /// Other processes' merged pages, whichever cgroup they're charged to.
-    copies: FxHashMap<Part, (OwnerKey, Pages)>,
+    /// Other processes' parts with pages that are charged to the cgroup. The last one may have none yet.
+    parts: Vec<FoundPart>,
+    /// Charged frames that other processes map, each after the index of the part: in order.
+    outside: Vec<(u32, u64)>,
     /// How many of the cgroup's own pages are merged and wait for unmarking. They don't count in `merged`.
     merged_waiting: Pages,
     /// Charged frames that other processes map where we can't unmerge them.
@@ -168,6 +194,8 @@ pub struct Relief {
     survey: Option<Survey>,
     /// The tenant that the last survey was for.
     tenant: Option<LimitKey>,
+    /// Where the next survey begins to look at other processes.
+    next: Option<Turn>,
     /// When we may survey again if nothing has got worse, nanoseconds.
     next_ns: u64,
     pause_ns: u64,
@@ -257,30 +285,35 @@ impl Relief {
     ) {
         self.tenant = Some(view.tenant);
         self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
-        let mut ahead = merged_runs(table);
+        let mut runs = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
             // If a region may be merged anywhere, we look up all of it anyway.
             if let Some(region) = table.at(span.region, span.first).filter(|region| !may_be_merged_anywhere(region)) {
-                ahead.push_back(region.run(span.first, span.pages));
+                runs.push_back(region.run(span.first, span.pages));
             }
         }
-        let mut left = LOOKED_UP_MOST;
-        ahead.retain(|run| {
-            let fits = u64::from(run.pages) <= left;
-            left -= if fits { u64::from(run.pages) } else { 0 };
-            fits
-        });
+        let members: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
+        let mut own = VecDeque::new();
+        let mut others: BTreeMap<Turn, PageRun> = BTreeMap::new();
+        for run in runs {
+            match table.at(run.region, run.first) {
+                Some(region) if members.contains(&region.view.owner) => own.push_back(run),
+                Some(region) => drop(others.insert((region.view.owner, run.region, run.first), run)),
+                None => {}
+            }
+        }
+        let mut in_turn: VecDeque<PageRun> = others.values().copied().collect();
+        if let Some(next) = self.next.take() {
+            in_turn.rotate_left(others.range(..next).count());
+        }
         self.survey = Some(Survey {
             limit: view.key,
             holds_ksmd,
-            members: view.owners.iter().copied().collect(),
-            ahead,
-            merged: FxHashMap::default(),
-            frames: FxHashSet::default(),
-            outside: Vec::new(),
-            copies: FxHashMap::default(),
-            merged_waiting: Pages(0),
-            stuck: FxHashSet::default(),
+            began_ns: now_ns,
+            members,
+            own,
+            others: in_turn,
+            ..Survey::default()
         });
     }
 
@@ -288,7 +321,10 @@ impl Relief {
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
-        (take_pages(&mut survey.ahead, LOOKED_UP_AT_ONCE), Some(survey.limit))
+        let mut runs = take_pages(&mut survey.own, LOOKED_UP_AT_ONCE);
+        let own: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
+        runs.extend(take_pages(&mut survey.others, LOOKED_UP_AT_ONCE - own));
+        (runs, Some(survey.limit))
     }
 
     /// Records pages that we looked up. After the last one, returns the parts to unmerge. We take parts where others
@@ -311,14 +347,23 @@ impl Relief {
                 survey.add(memory, region, sample);
             }
         }
-        if !survey.ahead.is_empty() {
+        survey.found += merged.len();
+        let lasted_ns = now_ns.saturating_sub(survey.began_ns);
+        if survey.found >= FOUND_MOST / 2 || lasted_ns >= LASTS_MOST_NS / 2 {
+            survey.skip_own(memory.table);
+        }
+        if survey.found >= FOUND_MOST || lasted_ns >= LASTS_MOST_NS {
+            self.next = survey.skip_others(memory.table);
+        }
+        if !survey.own.is_empty() || !survey.others.is_empty() {
             return None;
         }
         let survey = self.survey.take()?;
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
         let limit = view.and_then(|view| view.kills);
         let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
-        self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
+        let is_done = found.is_none() && self.next.is_none();
+        self.pause_ns = if is_done { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
         self.next_ns = now_ns + self.pause_ns;
         found
     }
@@ -354,11 +399,41 @@ impl Survey {
             return;
         }
         let part = part_of(region, sample.page);
-        let (_, copies) = self.copies.entry(part).or_insert((region.view.owner, Pages(0)));
-        *copies += Pages(1);
-        if sample.charged {
-            self.outside.push((part, sample.frame));
+        // We look pages up in order, so a part's pages come together.
+        if self.parts.last().is_none_or(|last| last.part != part) {
+            self.parts.pop_if(|last| !last.has_charged);
+            self.parts.push(FoundPart { part, owner: region.view.owner, copies: Pages(0), has_charged: false });
         }
+        let number = u32::try_from(self.parts.len() - 1).unwrap_or(u32::MAX);
+        let Some(last) = self.parts.last_mut() else { return };
+        last.copies += Pages(1);
+        if sample.charged {
+            last.has_charged = true;
+            self.outside.push((number, sample.frame));
+        }
+    }
+
+    /// Looks up no more of the cgroup's own pages, and counts them as merged.
+    fn skip_own(&mut self, table: &RegionTable) {
+        for run in std::mem::take(&mut self.own) {
+            let Some(region) = table.at(run.region, run.first) else { continue };
+            let merged = self.merged.entry(Place::of(region)).or_default();
+            let more = u64::from(run.pages).min(region.resident().0.saturating_sub(*merged));
+            *merged += more;
+            // In truth they may not be merged, or may map as many frames that are charged to the cgroup.
+            self.unseen += Pages(2 * more);
+        }
+    }
+
+    /// Looks up no more of others' pages. Returns where the next survey has to begin.
+    fn skip_others(&mut self, table: &RegionTable) -> Option<Turn> {
+        let mut next = None;
+        for run in std::mem::take(&mut self.others) {
+            let Some(region) = table.at(run.region, run.first) else { continue };
+            next = next.or(Some((region.view.owner, run.region, run.first)));
+            self.unseen += Pages(run.pages.into()).min(region.resident());
+        }
+        next
     }
 
     fn relieve(
@@ -373,12 +448,10 @@ impl Survey {
         let used = limit.saturating_sub(left);
         let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
-        if without_merging > limit {
+        if without_merging.saturating_sub(self.unseen) > limit {
             return None;
         }
-        let mut held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
-        held.extend(&self.stuck);
-        let mut at_worst = without_merging + Pages(count(held.len())) + own.waiting;
+        let mut at_worst = without_merging + self.held_outside() + own.waiting;
         let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
         if at_worst > limit {
@@ -389,31 +462,38 @@ impl Survey {
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
     }
 
+    /// How many charged frames others map.
+    fn held_outside(&self) -> Pages {
+        let mut held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
+        held.extend(&self.stuck);
+        Pages(count(held.len()))
+    }
+
     /// Chooses parts of others' regions until `lacking` frames come free. Returns how many do. A frame comes free once
     /// nobody outside maps it, so we take all parts that share frames together.
     fn choose_others(&self, lacking: Pages, mut budget: CopyBudget<'_>, chosen: &mut Vec<Part>) -> Pages {
-        let mut frames_in: FxHashMap<Part, Vec<u64>> = FxHashMap::default();
-        let mut parts_with: FxHashMap<u64, Vec<Part>> = FxHashMap::default();
-        for &(part, frame) in &self.outside {
-            if self.stuck.contains(&frame) {
-                continue;
-            }
-            frames_in.entry(part).or_default().push(frame);
-            parts_with.entry(frame).or_default().push(part);
-        }
-        let mut by_size: Vec<Part> = frames_in.keys().copied().collect();
-        by_size.sort_by_key(|part| (Reverse(frames_in[part].len()), *part));
-        let mut taken: BTreeSet<Part> = BTreeSet::new();
+        let mut by_part = self.outside.clone();
+        by_part.retain(|(_, frame)| !self.stuck.contains(frame));
+        let mut by_frame: Vec<(u64, u32)> = by_part.iter().map(|&(part, frame)| (frame, part)).collect();
+        by_frame.sort_unstable();
+        let mut by_size: Vec<&[(u32, u64)]> = by_part.chunk_by(|a, b| a.0 == b.0).collect();
+        by_size.sort_by_key(|pages| (Reverse(pages.len()), self.part(pages[0].0).part));
+        let mut taken: BTreeSet<u32> = BTreeSet::new();
         let mut free: FxHashSet<u64> = FxHashSet::default();
-        for part in by_size {
-            if Pages(count(free.len())) >= lacking {
+        let mut compared = 0;
+        for pages in by_size {
+            if Pages(count(free.len())) >= lacking || compared >= COMPARED_MOST {
                 break;
             }
-            let together: BTreeSet<Part> =
-                frames_in[&part].iter().flat_map(|frame| parts_with[frame].clone()).collect();
+            let mut together: BTreeSet<u32> = BTreeSet::new();
+            for &(_, frame) in pages {
+                let sharers = equal_to(&by_frame, frame);
+                compared += sharers.len();
+                together.extend(sharers.iter().map(|&(_, part)| part));
+            }
             let mut rest = budget.clone();
-            let fits = together.difference(&taken).all(|part| {
-                let (owner, copies) = self.copies[part];
+            let fits = together.difference(&taken).all(|&part| {
+                let FoundPart { owner, copies, .. } = *self.part(part);
                 rest.take(owner, copies)
             });
             if !fits {
@@ -422,12 +502,20 @@ impl Survey {
             budget = rest;
             taken.extend(&together);
             for part in together {
-                let frames = frames_in[&part].iter().copied();
-                free.extend(frames.filter(|frame| parts_with[frame].iter().all(|part| taken.contains(part))));
+                for &(_, frame) in equal_to(&by_part, part) {
+                    if equal_to(&by_frame, frame).iter().all(|(_, part)| taken.contains(part)) {
+                        free.insert(frame);
+                    }
+                }
             }
         }
-        chosen.extend(taken);
+        let parts: BTreeSet<Part> = taken.into_iter().map(|part| self.part(part).part).collect();
+        chosen.extend(parts);
         Pages(count(free.len()))
+    }
+
+    fn part(&self, number: u32) -> &FoundPart {
+        &self.parts[number as usize]
     }
 
     /// The cgroup's own pages that may still be merged.
@@ -448,6 +536,13 @@ impl Survey {
         own.waiting = if memory.by_marks { own.waiting.saturating_sub(self.merged_waiting) } else { Pages(0) };
         own
     }
+}
+
+/// The pairs that begin with `first`, among sorted pairs.
+fn equal_to<A: Ord + Copy, B>(pairs: &[(A, B)], first: A) -> &[(A, B)] {
+    let from = pairs.partition_point(|pair| pair.0 < first);
+    let to = pairs.partition_point(|pair| pair.0 <= first);
+    &pairs[from..to]
 }
 
 /// A cgroup's own pages that aren't merged, and may still be.
@@ -622,6 +717,77 @@ mod tests {
         };
         assert_eq!(parts(1_000), [(2, 512, 512), (3, 512, 512)], "both must let go");
         assert_eq!(parts(100), [], "the copies don't fit");
+    }
+
+    /// Surveys until one finds something or the last ends. Returns how many pages each looked up, and the processes
+    /// whose memory is taken apart.
+    fn surveys(table: &RegionTable, view: &LimitView, number: u64, charged_of: u32) -> (Vec<u64>, Vec<u32>) {
+        let mut relief = Relief::default();
+        let mut looked = Vec::new();
+        for at_ns in (1..=number).map(|number| number * 60 * S) {
+            relief.begin(view, Pages(1), true, table, &Waiting::default(), at_ns);
+            looked.push(0);
+            while relief.is_busy() {
+                let mut samples = Vec::new();
+                for run in relief.inspect().0 {
+                    let is_charged = run.region == RegionKey(charged_of);
+                    *looked.last_mut().unwrap() += u64::from(run.pages);
+                    let first = u64::from(run.region.0) << 20 | run.first.0;
+                    for page in 0..u64::from(run.pages) {
+                        samples.push(MergedSample {
+                            region: run.region,
+                            page: run.first + page,
+                            frame: first + page,
+                            node: NodeKey(0),
+                            charged: is_charged,
+                            mappers: 2,
+                        });
+                    }
+                }
+                let budget = budget(std::slice::from_ref(view), u64::MAX);
+                if let Some(relieved) = relief.record(charged(table), &samples, budget, Keep::Auto, at_ns) {
+                    let others: BTreeSet<u32> = relieved.others.iter().map(|part| part.region.0).collect();
+                    return (looked, others.into_iter().collect());
+                }
+            }
+        }
+        (looked, Vec::new())
+    }
+
+    #[test]
+    fn a_survey_is_bounded_and_the_next_one_looks_at_the_rest() {
+        const EACH: u64 = FOUND_MOST as u64 / 2;
+        for own in [100, 2 * EACH] {
+            let mut table = RegionTable::default();
+            let view =
+                |key, pages| RegionView { owner: OwnerKey(key), marked: Pages(pages), ..test_view(key, 0, pages) };
+            let views = [view(1, own), view(2, EACH), view(3, EACH), view(4, EACH), view(5, EACH)];
+            table.update(&views, 1, |view| Region::new(view, 0, false, 1));
+            mark_all(&mut table);
+            // All that's charged to the cgroup is kept for process 4.
+            let view = limit(own + EACH - 1, EACH);
+            let (looked, others) = surveys(&table, &view, 4, 4);
+            assert_eq!(others, [4]);
+            assert!(looked.len() >= 2, "{looked:?}");
+            let most = FOUND_MOST as u64 + LOOKED_UP_AT_ONCE;
+            assert!(looked.iter().all(|&pages| pages <= most), "{looked:?}");
+        }
+    }
+
+    #[test]
+    fn a_survey_ends_in_time() {
+        let mut table = RegionTable::default();
+        let pages = 2 * LOOKED_UP_AT_ONCE;
+        let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(pages), ..test_view(key, 0, pages) };
+        table.update(&[view(1), view(2)], 1, |view| Region::new(view, 0, false, 1));
+        mark_all(&mut table);
+        let (mut relief, view) = (Relief::default(), limit(640, 500));
+        relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
+        for (at_ns, key) in [(2, 1), (7, 1), (11, 2)] {
+            assert_eq!(relief.inspect().0[0].region, RegionKey(key));
+            relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns * S);
+        }
+        assert!(!relief.is_busy() && relief.next.is_some(), "a half of process 2 is left");
     }
 
     #[test]
