@@ -1,8 +1,9 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
 //! A write to a merged page needs a page for the copy. At worst, programs take back everything that we save. The likely
-//! amount is as much as they took back in the worst hour of the last day. We compare the memory left, on the machine
-//! and below each cgroup limit, with both:
+//! amount is as much as they took back in the worst hour, halved for each hour since. (The kernel counts copies of the
+//! whole machine. Anybody can make many of them, with memory that they mark themselves, so one burst must not count for
+//! long.) We compare the memory left, on the machine and below each cgroup limit, with both:
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
 //!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
@@ -269,7 +270,7 @@ impl Reserve {
         let was_short = self.is_short_for_some();
         if memory.total > Pages(0) {
             let left = memory.available + memory.swap_free;
-            let reserve = keep.of_machine(memory.total, worst, self.likely().min(worst));
+            let reserve = keep.of_machine(memory.total, worst, self.copies.worst_hour(worst));
             self.machine = Room::new(self.machine.state, memory.total, left, reserve, worst);
         }
         let before = std::mem::take(&mut self.limits);
@@ -290,9 +291,9 @@ impl Reserve {
         was_short || self.is_short_for_some()
     }
 
-    /// How much is likely to come back: as much as programs took back in the worst hour of the last day.
+    /// How much is likely to come back: as much as programs took back in the worst hour, halved for each hour since.
     pub fn likely(&self) -> Pages {
-        self.copies.worst_hour()
+        self.copies.worst_hour(self.machine.worst)
     }
 
     pub fn machine(&self) -> &Room {
@@ -451,11 +452,11 @@ mod tests {
         let mut reserve = Reserve::default();
         reserve.count_copies(S, 5_000);
         reserve.count_copies(2 * S, 5_100);
-        assert_eq!(reserve.likely(), Pages(100));
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 400), RoomState::Short);
-        assert_eq!(reserve.machine().reserve, Pages(100));
+        assert_eq!((reserve.likely(), reserve.machine().reserve), (Pages(100), Pages(100)));
         // The reserve is never larger than what we save.
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 60), RoomState::Enough);
+        state(&mut reserve, Keep::Auto, 99, 400);
         // Copies from unmarking tell us nothing about the programs.
         reserve.expect_own_copies(3 * S);
         reserve.count_copies(3 * S, 5_100);
@@ -466,6 +467,19 @@ mod tests {
         // A day later we've forgotten it.
         reserve.count_copies(25 * 3_600 * S, 9_011);
         assert_eq!(reserve.likely(), Pages(1));
+    }
+
+    #[test]
+    fn one_burst_of_writes_does_not_stop_merging_for_a_day() {
+        let mut reserve = Reserve::default();
+        reserve.count_copies(S, 5_000);
+        reserve.count_copies(2 * S, 9_000_000);
+        assert_eq!(state(&mut reserve, Keep::Auto, 150, 400), RoomState::Short);
+        reserve.count_copies(2 * 3_600 * S, 9_000_000);
+        assert_eq!(state(&mut reserve, Keep::Auto, 150, 400), RoomState::Short);
+        reserve.count_copies(3 * 3_600 * S, 9_000_000);
+        assert_eq!(state(&mut reserve, Keep::Auto, 150, 400), RoomState::Overcommitted);
+        assert_eq!(reserve.machine().reserve, Pages(100));
     }
 
     #[test]

@@ -38,15 +38,25 @@ impl Copies {
         }
     }
 
-    /// Copies in the worst of the last 24 hours.
-    pub fn worst_hour(&self) -> Pages {
-        self.hours.iter().copied().max().unwrap_or_default()
+    /// Copies in the worst of the last 24 hours, where each counts as `most` at most, and half as much for each full
+    /// hour that has passed since.
+    pub fn worst_hour(&self, most: Pages) -> Pages {
+        let mut worst = Pages(0);
+        for age in 0..count(HOURS) {
+            let copies = self.hours[index_of(self.hour + count(HOURS) - age)].min(most);
+            worst = worst.max(Pages(copies.0 >> age.saturating_sub(1)));
+        }
+        worst
     }
 
     fn of_hour(&mut self, hour: u64) -> &mut Pages {
-        // The remainder is below the length.
-        &mut self.hours[usize::try_from(hour % count(HOURS)).unwrap_or(0)]
+        &mut self.hours[index_of(hour)]
     }
+}
+
+/// The remainder is below the length.
+fn index_of(hour: u64) -> usize {
+    usize::try_from(hour % count(HOURS)).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -72,6 +82,11 @@ mod tests {
         assert_eq!(at(30, 1_060), (60, 50));
         assert_eq!(at(1 << 20, 1_061), (61, 50));
         assert_eq!(at((1 << 20) + 1, 1_111), (111, 51));
-        assert_eq!(copies.worst_hour(), Pages(50));
+        assert_eq!(copies.worst_hour(Pages(99)), Pages(50));
+        assert_eq!(copies.worst_hour(Pages(40)), Pages(40));
+        for (hours, worst) in [(1, 50), (2, 25), (3, 12), (9, 0)] {
+            copies.observe(((1 << 20) + 1 + hours) * HOUR_NS, 1_111);
+            assert_eq!(copies.worst_hour(Pages(99)), Pages(worst));
+        }
     }
 }
