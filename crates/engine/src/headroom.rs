@@ -54,9 +54,12 @@ struct LimitRoom {
     /// How many more pages we may merge while half of the reserve is lent ([`Headroom::lend`]).
     lent: Pages,
     /// By how much we'd exceed a limit that kills if all pages that may be merged were charged there for ever, apart
-    /// from those of young children. A limit that we haven't read yet allows no more merging, but doesn't count here:
+    /// from those of young children. If the cgroup keeps pages for others, a part of the reserve has to be left
+    /// ([`cushion`]). A limit that we haven't read yet allows no more merging, but doesn't count here:
     /// otherwise, anybody could have ksmd held with cgroups that take long to read.
     over: Pages,
+    /// At most this many merged pages are charged to the cgroup for others. Its own programs may have rewritten theirs.
+    kept: Pages,
     /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
     /// merged.
     is_shared: bool,
@@ -66,6 +69,7 @@ impl LimitRoom {
     fn take(&mut self, pages: Pages) {
         self.left = self.left.saturating_sub(pages);
         self.lent = self.lent.saturating_sub(pages);
+        self.kept += pages;
     }
 }
 
@@ -115,12 +119,19 @@ impl Headroom {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
             }
             let reserve = keep.below(view.limit);
-            let over = view.kills.map(|kills| held.saturating_sub(sum_of(inherited, view) + kills.left));
+            // When we begin, others may map any merged page.
+            let kept = known.map_or(held_by_all, |room| room.kept);
+            let over = view.kills.map(|kills| {
+                let keeps = held + kept > Pages(0);
+                let wanted = held + if keeps { cushion(keep.below(kills.limit)) } else { Pages(0) };
+                wanted.saturating_sub(sum_of(inherited, view) + kills.left)
+            });
             let now = LimitRoom {
                 read_ns: view.read_ns,
                 left: view.left.saturating_sub(held + reserve),
                 lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
                 over: over.unwrap_or_default(),
+                kept,
                 is_shared,
             };
             let room = match known {
@@ -200,6 +211,13 @@ impl Headroom {
         self.read_ns
     }
 
+    /// Notes how many merged pages are charged to a limit's cgroup for others.
+    pub fn set_kept(&mut self, key: LimitKey, kept: Pages) {
+        if let Some(room) = self.limits.get_mut(&key) {
+            room.kept = kept;
+        }
+    }
+
     /// The limits that we'd exceed if all pages that may be merged were charged there for ever, and by how much, the
     /// worst first.
     pub fn exceeded(&self) -> Vec<(LimitKey, Pages)> {
@@ -259,6 +277,12 @@ impl Headroom {
             }
         }
     }
+}
+
+/// How much of a limit's reserve has to be left while the cgroup keeps pages for others, so that we unmerge them before
+/// a program that grows reaches the limit. We merge up to half of the reserve.
+pub(crate) fn cushion(reserve: Pages) -> Pages {
+    Pages(reserve.0 / 4)
 }
 
 /// How many of these pages are in processes that a limit applies to.
@@ -360,10 +384,25 @@ mod tests {
     fn a_limit_that_we_do_not_know_stops_merging_but_is_not_exceeded() {
         let mut headroom = Headroom::default();
         look(&mut headroom, &[view(7, 1_000, 100, &[1], 1)], [300, 0, 0]);
-        assert_eq!(headroom.exceeded(), [(LimitKey(7), Pages(200))]);
+        assert_eq!(headroom.exceeded(), [(LimitKey(7), Pages(225))], "a quarter of the reserve has to be left");
         let unknown = LimitView { kills: None, ..view(8, 0, 0, &[1], 2) };
         assert_eq!(look(&mut headroom, &[unknown], [300, 0, 0])[0], Some((8, 0)));
         assert_eq!(headroom.exceeded(), []);
+    }
+
+    #[test]
+    fn who_keeps_pages_for_others_may_grow() {
+        let mut headroom = Headroom::default();
+        look(&mut headroom, &[view(7, 1_000, 500, &[1], 1)], [0; 3]);
+        headroom.take(OwnerKey(1), Pages(50));
+        // Its program has rewritten its pages and grown.
+        look(&mut headroom, &[view(7, 1_000, 25, &[1], 2)], [0; 3]);
+        assert_eq!(headroom.exceeded(), []);
+        look(&mut headroom, &[view(7, 1_000, 24, &[1], 3)], [0; 3]);
+        assert_eq!(headroom.exceeded(), [(LimitKey(7), Pages(1))]);
+        headroom.set_kept(LimitKey(7), Pages(0));
+        look(&mut headroom, &[view(7, 1_000, 24, &[1], 4)], [0; 3]);
+        assert_eq!(headroom.exceeded(), [], "none is kept for others");
     }
 
     #[test]

@@ -24,6 +24,7 @@
 
 pub mod holds;
 
+use crate::headroom::cushion;
 use crate::host::{KillLimit, LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::marker::SPLIT_FROM;
@@ -194,6 +195,8 @@ pub struct Relief {
     survey: Option<Survey>,
     /// The tenant that the last survey was for.
     tenant: Option<LimitKey>,
+    /// How many pages a cgroup keeps for others at most, by a survey that has just ended.
+    kept: Option<(LimitKey, Pages)>,
     /// Where the next survey begins to look at other processes.
     next: Option<Turn>,
     /// When we may survey again if nothing has got worse, nanoseconds.
@@ -246,6 +249,12 @@ impl Relief {
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
         let Some(last) = self.looked.get(&view.key) else { return true };
         last.was_in_vain || over.0 > last.over.0 + view.kills.map_or(0, |kills| kills.limit.0 / WORSE)
+    }
+
+    /// The limit of a survey that has ended since the last call, and how many merged pages its cgroup keeps for others
+    /// at most.
+    pub fn take_kept(&mut self) -> Option<(LimitKey, Pages)> {
+        self.kept.take()
     }
 
     /// Called if something that we chose can't be unmarked now. Merging has to wait for new surveys of all limits,
@@ -360,6 +369,7 @@ impl Relief {
         }
         let survey = self.survey.take()?;
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
+        self.kept = Some((survey.limit, survey.held_outside() + survey.unseen));
         let limit = view.and_then(|view| view.kills);
         let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
         let is_done = found.is_none() && self.next.is_none();
@@ -454,7 +464,7 @@ impl Survey {
         let mut at_worst = without_merging + self.held_outside() + own.waiting;
         let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
-        if at_worst > limit {
+        if at_worst + cushion(reserve) > limit {
             let freed = self.choose_others(at_worst.saturating_sub(goal), budget, &mut relieved.others);
             at_worst = at_worst.saturating_sub(freed);
         }
@@ -674,7 +684,8 @@ mod tests {
         assert_eq!(relieved(&limit(99, 90), &[(1, 0, 90, true), (2, 0, 90, true), (1, 90, 10, false)]), None);
         // The cgroup's program has written to all its pages, and the cgroup holds 40 for others.
         assert_eq!(relieved(&limit(160, 140), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
-        assert_eq!(relieved(&limit(130, 129), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
+        assert_eq!(relieved(&limit(150, 146), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
+        assert_eq!(relieved(&limit(150, 148), &[(2, 0, 40, true)]), Some((vec![2], vec![1])), "before it reaches it");
     }
 
     #[test]

@@ -217,6 +217,38 @@ fn others_take_copies_of_their_own_when_a_cgroup_grows() {
     }
 }
 
+/// A program that grows to its limit, and needs the room of pages that its cgroup keeps for others, although it has
+/// rewritten its own.
+#[test]
+fn a_cgroup_that_has_rewritten_its_pages_may_grow_to_its_limit() {
+    for mut sim in machines() {
+        let owners = merged(&mut sim, 2);
+        let payer = (1..=2).map(LimitKey).max_by_key(|&key| sim.charged(key)).unwrap();
+        let program = owners[payer.0 as usize - 1];
+        let now_ns = sim.now_ns();
+        let growing = sim.add(Process::starting_at(now_ns).mapping(Mapping::new(Pages(EACH * 2), Fill::Random)));
+        sim.change_pages(growing, 0..EACH * 2, SimHost::discard);
+        let limit = Pages(EACH * 3);
+        sim.limit(payer, limit, &[program, growing]);
+        for number in 0..16 {
+            sim.change_pages(program, number * EACH / 16..(number + 1) * EACH / 16, |host, region, page| {
+                host.write(region, page, 9 << 32 | page.0);
+            });
+            sim.run(5);
+        }
+        sim.run(60);
+        assert!(sim.charged(payer) > Pages(EACH * 13 / 10), "{:?} are kept for others", sim.charged(payer));
+        let step = EACH / 200;
+        for number in 0..2 * 196 {
+            sim.change_pages(growing, number * step..(number + 1) * step, |host, region, page| {
+                host.write(region, page, 8 << 32 | page.0);
+            });
+            assert!(sim.charged(payer) <= limit, "{:?} of {limit:?} after {number} steps", sim.charged(payer));
+            sim.run(1);
+        }
+    }
+}
+
 #[test]
 fn a_process_that_cannot_be_stopped_keeps_no_limit_from_relief() {
     for mut sim in machines() {

@@ -124,7 +124,7 @@ impl Engine {
     fn charge_for_holds(&mut self) -> BTreeSet<LimitKey> {
         let mut overdrawn = BTreeSet::new();
         let mut holding = std::mem::take(&mut self.room.holding);
-        if !self.carrier().by_marks {
+        if !self.carrier().by_marks || self.spending.paused {
             return overdrawn;
         }
         let Snapshot { now_ns, limits, .. } = &self.snapshot;
@@ -163,7 +163,11 @@ impl Engine {
         let budget = CopyBudget { spare, limits, taken: FxHashMap::default() };
         let by_marks = self.carrier().by_marks;
         let memory = Charged { table: &self.table, waiting: &self.ksmd.marker.unmarking.waiting(), by_marks };
-        let Some(relieved) = self.room.relief.record(memory, merged, budget, keep, *now_ns) else { return };
+        let relieved = self.room.relief.record(memory, merged, budget, keep, *now_ns);
+        if let Some((limit, kept)) = self.room.relief.take_kept() {
+            self.room.headroom.set_kept(limit, kept);
+        }
+        let Some(relieved) = relieved else { return };
         for Part { region, first, pages } in relieved.others {
             let Some(region) = self.table.at_mut(region, first) else { continue };
             self.ksmd.marker.unmarking.hurry(region.view.key, first, first + pages.0);
