@@ -41,8 +41,8 @@ pub fn is_32_bit(process: &Process, below: &str) -> bool {
     if auxv.get(4..8).is_none_or(|high| high == [0; 4]) {
         return false;
     }
-    let Ok(page_map) = process.open_file(&format!("{below}pagemap")) else { return false };
-    matches!(page_map.read_at(&mut [0; 8], BEYOND), Ok(0))
+    let Ok(page_map) = process.open_file(&format!("{below}pagemap")) else { return true };
+    !matches!(page_map.read_at(&mut [0; 8], BEYOND), Ok(1..))
 }
 
 /// The facts by which we judge a process: the execution of its program, its executable, and its user.
