@@ -148,14 +148,6 @@ impl Headroom {
         }
     }
 
-    /// Allows no more merging below a limit until the next [`Self::look`]. False if the limit doesn't bound merging.
-    pub fn close(&mut self, key: LimitKey) -> bool {
-        let Some(room) = self.limits.get_mut(&key) else { return false };
-        room.left = Pages(0);
-        room.lent = Pages(0);
-        true
-    }
-
     /// The limit that leaves a process the least headroom, and how many of its pages we may still merge. `None`: any
     /// number.
     pub fn of(&self, owner: OwnerKey) -> Option<(LimitKey, Pages)> {
@@ -309,8 +301,7 @@ mod tests {
     fn view(key: u32, limit: u64, left: u64, owners: &[u32], read_ns: u64) -> LimitView {
         let owners = owners.iter().map(|&owner| OwnerKey(owner)).collect();
         let (limit, left) = (Pages(limit), Pages(left));
-        let kills = Some(KillLimit { limit, left });
-        LimitView { key: LimitKey(key), tenant: LimitKey(key), limit, left, kills, owners, read_ns }
+        LimitView { key: LimitKey(key), limit, left, kills: Some(KillLimit { limit, left }), owners, read_ns }
     }
 
     /// The headroom of processes 1 to 3. `mergeable` is how many pages of each may be merged.

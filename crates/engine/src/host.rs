@@ -212,8 +212,6 @@ pub struct MemoryView {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
     pub key: LimitKey,
-    /// The topmost cgroup of the same tenant: a user's slice, a service or a pod. Only root can make others beside it.
-    pub tenant: LimitKey,
     /// How much memory the cgroup's processes may have. 0 if we don't know yet.
     pub limit: Pages,
     /// How much of the limit is left. Page cache that the kernel would reclaim before it kills a process counts as

@@ -22,8 +22,6 @@
 //! Some of its own pages are marked but not merged, because they were written. If they merged again, they could add to
 //! the pages that the cgroup keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
-pub mod holds;
-
 use crate::headroom::cushion;
 use crate::host::{KillLimit, LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
@@ -106,9 +104,11 @@ impl CopyBudget<'_> {
         }
         self.spare = self.spare - copies;
         for view in self.limits.iter().filter(|view| view.owners.contains(&owner)) {
+            // Above `memory.high` a program is only throttled. Otherwise, it could keep its merged pages by setting that.
+            let Some(KillLimit { limit, left }) = view.kills else { continue };
             let taken = self.taken.entry(view.key).or_default();
             *taken += copies;
-            if *taken + UNMERGE_STEP + margin_below(view.limit) > view.left {
+            if *taken + UNMERGE_STEP + margin_below(limit) > left {
                 return false;
             }
         }
@@ -165,8 +165,6 @@ type Turn = (OwnerKey, RegionKey, Vpn);
 #[derive(Debug, Default)]
 struct Survey {
     limit: LimitKey,
-    /// Whether ksmd rests meanwhile.
-    holds_ksmd: bool,
     began_ns: u64,
     members: FxHashSet<OwnerKey>,
     /// The pages that we still have to look up: of the cgroup's processes, and of others.
@@ -193,12 +191,8 @@ struct Survey {
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
-    /// The tenant that the last survey was for.
-    tenant: Option<LimitKey>,
     /// How many pages a cgroup keeps for others at most, by a survey that has just ended.
     kept: Option<(LimitKey, Pages)>,
-    /// Where the next survey begins to look at other processes.
-    next: Option<Turn>,
     /// When we may survey again if nothing has got worse, nanoseconds.
     next_ns: u64,
     pause_ns: u64,
@@ -215,6 +209,8 @@ struct Look {
     over: Pages,
     /// Whether something that a survey chose couldn't be unmarked.
     was_in_vain: bool,
+    /// Where the next survey begins to look at other processes, if the last one didn't get to all.
+    next: Option<Turn>,
 }
 
 impl Relief {
@@ -223,25 +219,16 @@ impl Relief {
         self.survey.is_some()
     }
 
-    /// Whether ksmd may merge nothing while we're looking up pages.
-    pub fn holds_ksmd(&self) -> bool {
-        self.survey.as_ref().is_some_and(|survey| survey.holds_ksmd)
-    }
-
-    /// The tenant that we look up pages for, or last did.
-    pub fn tenant(&self) -> Option<LimitKey> {
-        self.tenant
-    }
-
     /// Whether this cycle's plan looks pages up for us.
     pub fn is_asking(&self) -> bool {
         self.is_asking
     }
 
-    /// Forgets limits other than these. We keep those with recent surveys, so that a limit that's lowered and raised
-    /// all the time doesn't cause more surveys.
-    pub fn keep_only(&mut self, limits: &BTreeSet<LimitKey>, now_ns: u64) {
-        self.looked.retain(|key, look| now_ns < look.at_ns + PAUSE_NS || limits.contains(key));
+    /// Forgets limits that can't be exceeded any more. We keep those with recent surveys, so that a limit that's
+    /// lowered and raised all the time doesn't cause more surveys.
+    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
+        self.looked
+            .retain(|key, look| now_ns < look.at_ns + PAUSE_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
@@ -265,35 +252,19 @@ impl Relief {
         }
     }
 
-    /// Whether it's time to look up who maps the pages charged to a cgroup that may exceed its limit by `over`. We look
-    /// as rarely as we can if its tenant `is_overdrawn`.
-    pub fn is_due(&self, view: &LimitView, over: Pages, is_overdrawn: bool, now_ns: u64) -> bool {
+    /// Whether it's time to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
+    pub fn is_due(&self, view: &LimitView, over: Pages, now_ns: u64) -> bool {
         if self.is_busy() {
             return false;
         }
         let Some(last) = self.looked.get(&view.key) else { return true };
-        let next_ns = if is_overdrawn {
-            last.at_ns + PAUSE_MOST_NS
-        } else if self.is_wanted(view, over) {
-            last.at_ns + PAUSE_NS
-        } else {
-            self.next_ns
-        };
-        now_ns >= next_ns
+        now_ns >= if self.is_wanted(view, over) { last.at_ns + PAUSE_NS } else { self.next_ns }
     }
 
-    /// Begins to look up who maps a cgroup's charged pages. With `holds_ksmd`, nothing may be merged meanwhile.
-    pub fn begin(
-        &mut self,
-        view: &LimitView,
-        over: Pages,
-        holds_ksmd: bool,
-        table: &RegionTable,
-        waiting: &Waiting,
-        now_ns: u64,
-    ) {
-        self.tenant = Some(view.tenant);
-        self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false });
+    /// Begins to look up who maps a cgroup's charged pages.
+    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
+        let next = self.looked.get(&view.key).and_then(|last| last.next);
+        self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false, next: None });
         let mut runs = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
             // If a region may be merged anywhere, we look up all of it anyway.
@@ -311,17 +282,12 @@ impl Relief {
                 None => {}
             }
         }
-        let mut in_turn: VecDeque<PageRun> = others.values().copied().collect();
-        if let Some(next) = self.next.take() {
-            in_turn.rotate_left(others.range(..next).count());
-        }
         self.survey = Some(Survey {
             limit: view.key,
-            holds_ksmd,
             began_ns: now_ns,
             members,
             own,
-            others: in_turn,
+            others: in_turn(&others, next),
             ..Survey::default()
         });
     }
@@ -361,22 +327,44 @@ impl Relief {
         if survey.found >= FOUND_MOST / 2 || lasted_ns >= LASTS_MOST_NS / 2 {
             survey.skip_own(memory.table);
         }
-        if survey.found >= FOUND_MOST || lasted_ns >= LASTS_MOST_NS {
-            self.next = survey.skip_others(memory.table);
+        if (survey.found >= FOUND_MOST || lasted_ns >= LASTS_MOST_NS)
+            && let Some(look) = self.looked.get_mut(&survey.limit)
+        {
+            look.next = survey.skip_others(memory.table);
         }
         if !survey.own.is_empty() || !survey.others.is_empty() {
             return None;
         }
         let survey = self.survey.take()?;
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
-        self.kept = Some((survey.limit, survey.held_outside() + survey.unseen));
+        let own = survey.own_unmerged(memory);
+        let may_merge: Pages = own.marked.iter().map(|region| region.pages).sum();
+        self.kept = Some((survey.limit, survey.held_outside() + survey.unseen + may_merge + own.waiting));
         let limit = view.and_then(|view| view.kills);
         let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
-        let is_done = found.is_none() && self.next.is_none();
-        self.pause_ns = if is_done { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
+        let has_looked_at_all = self.looked.get(&survey.limit).is_none_or(|look| look.next.is_none());
+        let most_ns = if has_looked_at_all { PAUSE_MOST_NS } else { PAUSE_MOST_NS / 10 };
+        self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, most_ns) } else { PAUSE_NS };
         self.next_ns = now_ns + self.pause_ns;
         found
     }
+}
+
+/// The runs in the order in which we look them up, if the last survey got as far as `next`.
+fn in_turn(runs: &BTreeMap<Turn, PageRun>, next: Option<Turn>) -> VecDeque<PageRun> {
+    let mut ordered: VecDeque<PageRun> = runs.values().copied().collect();
+    let Some(next) = next else { return ordered };
+    ordered.rotate_left(runs.range(..next).count());
+    let (_, region, page) = next;
+    let Some(last) = ordered.back_mut() else { return ordered };
+    let seen = u32::try_from(page.0.saturating_sub(last.first.0)).unwrap_or(u32::MAX);
+    if last.region == region && (1..last.pages).contains(&seen) {
+        // The last survey has seen only the first pages of this run.
+        let rest = PageRun { region, first: page, pages: last.pages - seen };
+        last.pages = seen;
+        ordered.push_front(rest);
+    }
+    ordered
 }
 
 /// The part of a region that a page is in. We don't split small mappings.
@@ -495,6 +483,9 @@ impl Survey {
             if Pages(count(free.len())) >= lacking || compared >= COMPARED_MOST {
                 break;
             }
+            if taken.contains(&pages[0].0) {
+                continue;
+            }
             let mut together: BTreeSet<u32> = BTreeSet::new();
             for &(_, frame) in pages {
                 let sharers = equal_to(&by_frame, frame);
@@ -513,7 +504,9 @@ impl Survey {
             taken.extend(&together);
             for part in together {
                 for &(_, frame) in equal_to(&by_part, part) {
-                    if equal_to(&by_frame, frame).iter().all(|(_, part)| taken.contains(part)) {
+                    let sharers = equal_to(&by_frame, frame);
+                    compared += sharers.len();
+                    if sharers.iter().all(|(_, part)| taken.contains(part)) {
                         free.insert(frame);
                     }
                 }
@@ -624,7 +617,7 @@ mod tests {
     fn limit(limit: u64, used: u64) -> LimitView {
         let (limit, left) = (Pages(limit), Pages(limit - used));
         let kills = Some(KillLimit { limit, left });
-        LimitView { key: LimitKey(7), tenant: LimitKey(7), limit, left, kills, owners: vec![OwnerKey(1)], read_ns: 0 }
+        LimitView { key: LimitKey(7), limit, left, kills, owners: vec![OwnerKey(1)], read_ns: 0 }
     }
 
     /// Pages that map merged frames. Each of `shares` gives a region, its first page and frame, how many there are, and
@@ -660,7 +653,7 @@ mod tests {
     /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
-        relief.begin(view, Pages(1), true, &table, &Waiting::default(), S);
+        relief.begin(view, Pages(1), &table, &Waiting::default(), S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
         let found =
@@ -695,7 +688,7 @@ mod tests {
         let others = |change: fn(&mut Region)| {
             let (mut relief, mut table) = (Relief::default(), table());
             change(table.at_mut(RegionKey(3), Vpn(0)).unwrap());
-            relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), u64::MAX);
             let found = relief.record(charged(&table), &shared, budget, Keep::Share(Permyriad(1_000)), S);
@@ -717,7 +710,7 @@ mod tests {
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
-            relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), spare);
             let keep = Keep::Share(Permyriad(0));
@@ -736,7 +729,7 @@ mod tests {
         let mut relief = Relief::default();
         let mut looked = Vec::new();
         for at_ns in (1..=number).map(|number| number * 60 * S) {
-            relief.begin(view, Pages(1), true, table, &Waiting::default(), at_ns);
+            relief.begin(view, Pages(1), table, &Waiting::default(), at_ns);
             looked.push(0);
             while relief.is_busy() {
                 let mut samples = Vec::new();
@@ -793,12 +786,17 @@ mod tests {
         table.update(&[view(1), view(2)], 1, |view| Region::new(view, 0, false, 1));
         mark_all(&mut table);
         let (mut relief, view) = (Relief::default(), limit(640, 500));
-        relief.begin(&view, Pages(1), true, &table, &Waiting::default(), S);
+        relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
         for (at_ns, key) in [(2, 1), (7, 1), (11, 2)] {
             assert_eq!(relief.inspect().0[0].region, RegionKey(key));
             relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns * S);
         }
-        assert!(!relief.is_busy() && relief.next.is_some(), "a half of process 2 is left");
+        assert!(!relief.is_busy());
+        relief.begin(&view, Pages(1), &table, &Waiting::default(), 20 * S);
+        let others = &relief.survey.as_ref().unwrap().others;
+        let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, run.pages)).collect();
+        let half = LOOKED_UP_AT_ONCE as u32;
+        assert_eq!(found, [(2, LOOKED_UP_AT_ONCE, half), (2, 0, half)], "the half that was left comes first");
     }
 
     #[test]
@@ -806,9 +804,9 @@ mod tests {
         let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
         let mut looks = |over: u64, at_ns: u64| {
             let is_wanted = relief.is_wanted(&view, Pages(over));
-            let begins = relief.is_due(&view, Pages(over), false, at_ns);
+            let begins = relief.is_due(&view, Pages(over), at_ns);
             if begins {
-                relief.begin(&view, Pages(over), true, &table, &Waiting::default(), at_ns);
+                relief.begin(&view, Pages(over), &table, &Waiting::default(), at_ns);
             }
             relief.inspect();
             relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);
@@ -821,7 +819,7 @@ mod tests {
         assert_eq!(looks(41, 15 * S), (false, false));
         assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
         assert_eq!(looks(41, 23 * S), (false, false));
-        relief.keep_only(&BTreeSet::new(), 23 * S);
+        relief.keep_only(&[], 23 * S);
         assert!(relief.is_wanted(&view, Pages(1)));
     }
 }

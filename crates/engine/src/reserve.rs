@@ -355,7 +355,6 @@ mod tests {
     fn limit(left: u64) -> LimitView {
         LimitView {
             key: LimitKey(1),
-            tenant: LimitKey(1),
             limit: Pages(200),
             left: Pages(left),
             kills: None,

@@ -122,7 +122,8 @@ pub struct CopyTotals {
 /// Headroom for COW.
 #[derive(Clone, Debug, Default)]
 pub struct ReserveState {
-    /// How much memory programs took back by writing to merged pages, in the worst hour of the last day.
+    /// How much memory programs took back by writing to merged pages, in the worst hour, halved for each hour
+    /// since.
     pub likely_bytes: u64,
     /// Address space unmarked because memory was short.
     pub taken_back_bytes: u64,

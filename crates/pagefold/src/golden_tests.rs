@@ -291,7 +291,6 @@ impl Run {
             .collect();
         let limit = LimitView {
             key: LimitKey(1),
-            tenant: LimitKey(1),
             limit: Pages(128 * MIB),
             left: Pages(20 * MIB),
             kills: None,

@@ -283,47 +283,6 @@ fn where_the_kernel_only_throttles_nothing_is_taken_from_others() {
     }
 }
 
-/// Two programs with equal memory.
-fn pair(sim: &mut Machine, content: u64) -> Vec<OwnerKey> {
-    let now_ns = sim.now_ns();
-    let process = || Process::starting_at(now_ns).mapping(Mapping::new(Pages(EACH), Fill::Series(content)));
-    vec![sim.add(process()), sim.add(process())]
-}
-
-/// Two tenants lower their limits step by step, so that ksmd rests at each step, and raise them again. When one raises
-/// its limit, the other's is low.
-#[test]
-fn limits_that_hold_ksmd_all_the_time_cost_their_own_programs() {
-    let mut sim = Machine::new(host());
-    let tenants = [pair(&mut sim, 1), pair(&mut sim, 2)];
-    let attack = |sim: &mut Machine, seconds: u64| {
-        for second in 0..seconds {
-            for (key, owners) in (1..).zip(&tenants) {
-                let step = (second + u64::from(key) * 10) % 20;
-                let percent = if step < 17 { 295 - step * 5 } else { 400 };
-                sim.limit(LimitKey(key), Pages(EACH * percent / 100), owners);
-            }
-            sim.run(1);
-        }
-    };
-    sim.run(60);
-    assert!(sim.saved().0 >= 2 * EACH * 95 / 100);
-    attack(&mut sim, 20);
-    pair(&mut sim, 3);
-    attack(&mut sim, 80);
-    assert!(sim.saved().0 <= 2 * EACH, "ksmd rests");
-    attack(&mut sim, 120);
-    // The new programs are merged, and the tenants aren't.
-    assert!((EACH * 95 / 100..=EACH).contains(&sim.saved().0), "{:?}", sim.saved());
-    for (key, owners) in (1..).zip(&tenants) {
-        sim.limit(LimitKey(key), Pages(EACH * 4), owners);
-    }
-    sim.run(1_800);
-    assert!(sim.saved().0 <= EACH, "{:?}", sim.saved());
-    sim.run(3_600);
-    assert!(sim.saved().0 >= 3 * EACH * 95 / 100, "{:?}", sim.saved());
-}
-
 #[test]
 fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
     for mut sim in machines() {

@@ -5,7 +5,7 @@ mod common;
 
 use common::{MIB, Machine, config, host, requested};
 use pagefold_engine::config::Config;
-use pagefold_engine::host::{LimitView, MemoryView};
+use pagefold_engine::host::{KillLimit, LimitView, MemoryView};
 use pagefold_engine::keys::{LimitKey, OwnerKey};
 use pagefold_engine::reserve::{Keep, ReserveSettings, RoomState};
 use pagefold_engine::units::Pages;
@@ -79,8 +79,8 @@ fn a_limit_stops_the_merging_of_its_processes_only() {
         sim.set_memory(memory(500));
         let (limit, left) = (Pages(100 * MIB), Pages(9 * MIB));
         let owners = limited.clone();
-        let key = LimitKey(7);
-        sim.set_limits(vec![LimitView { key, tenant: key, limit, left, kills: None, owners, read_ns: 0 }]);
+        let kills = Some(KillLimit { limit, left });
+        sim.set_limits(vec![LimitView { key: LimitKey(7), limit, left, kills, owners, read_ns: 0 }]);
         sim.run(60);
         assert!((31 * MIB..=32 * MIB).contains(&sim.saved().0), "{:?}", sim.saved());
         assert_eq!(sim.engine.reserve().limits()[&LimitKey(7)].state, RoomState::Short);

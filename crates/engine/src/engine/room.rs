@@ -4,16 +4,14 @@
 use super::Engine;
 use crate::headroom::{FORK_NS, Headroom};
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
-use crate::keys::{LimitKey, OwnerKey};
+use crate::keys::OwnerKey;
 use crate::marking::extents::CUT_PAGES;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
-use crate::relief::holds::HoldBudget;
 use crate::relief::{Charged, CopyBudget, Part, Place, Relief};
 use crate::reserve::Reserve;
 use crate::units::Pages;
 use rustc_hash::FxHashMap;
-use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
 pub(super) struct CopyRoom {
@@ -23,11 +21,8 @@ pub(super) struct CopyRoom {
     pub headroom: Headroom,
     /// Unmerges pages for cgroups that keep too many merged pages for other cgroups.
     pub relief: Relief,
-    /// The tenants with a cgroup that may exceed its limit while we haven't found out yet who maps the pages charged to
-    /// it. ksmd rests meanwhile.
-    holding: BTreeSet<LimitKey>,
-    /// How long each tenant's limits may hold ksmd.
-    budget: HoldBudget,
+    /// Whether a cgroup may exceed its limit, and we haven't found out yet who maps the pages charged to it.
+    needs_relief: bool,
 }
 
 impl Engine {
@@ -93,8 +88,8 @@ impl Engine {
 
     /// If a cgroup may exceed its limit, starts to look for pages that are charged to it but that other cgroups map.
     fn look_for_relief(&mut self) {
-        let overdrawn = self.charge_for_holds();
         let Snapshot { now_ns, ksm, limits, .. } = &self.snapshot;
+        self.room.needs_relief = false;
         if self.ksmd.marker.unmarking.take_missed() {
             self.room.relief.miss();
         }
@@ -102,56 +97,20 @@ impl Engine {
             return;
         }
         let exceeded = self.room.headroom.exceeded();
-        let mut kept = overdrawn.clone();
-        kept.extend(exceeded.iter().map(|&(key, _)| key));
-        self.room.relief.keep_only(&kept, *now_ns);
+        self.room.relief.keep_only(&exceeded, *now_ns);
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
-            let is_overdrawn = overdrawn.contains(&key);
-            if !is_overdrawn && self.room.relief.is_wanted(view, over) {
-                self.room.holding.insert(view.tenant);
-            }
-            let is_due = self.room.relief.is_due(view, over, is_overdrawn, *now_ns);
-            if is_due && !self.ksmd.marker.unmarking.is_giving_room() {
+            self.room.needs_relief |= self.room.relief.is_wanted(view, over);
+            if !self.ksmd.marker.unmarking.is_giving_room() && self.room.relief.is_due(view, over, *now_ns) {
                 let waiting = self.ksmd.marker.unmarking.waiting();
-                self.room.relief.begin(view, over, !is_overdrawn, &self.table, &waiting, *now_ns);
+                self.room.relief.begin(view, over, &self.table, &waiting, *now_ns);
             }
         }
-    }
-
-    /// Charges tenants for the time that ksmd had to rest for their limits. Gives up merging below the limits of those
-    /// that have overdrawn their budget. Returns these limits.
-    fn charge_for_holds(&mut self) -> BTreeSet<LimitKey> {
-        let mut overdrawn = BTreeSet::new();
-        let mut holding = std::mem::take(&mut self.room.holding);
-        if !self.carrier().by_marks || self.spending.paused {
-            return overdrawn;
-        }
-        let Snapshot { now_ns, limits, .. } = &self.snapshot;
-        if self.room.relief.holds_ksmd() || self.ksmd.marker.unmarking.is_relieving() {
-            holding.extend(self.room.relief.tenant());
-        }
-        self.room.budget.charge(*now_ns, &holding);
-        let mut limit_of: FxHashMap<OwnerKey, LimitKey> = FxHashMap::default();
-        for view in limits.iter().filter(|view| self.room.budget.is_overdrawn(view.tenant, *now_ns)) {
-            if self.room.headroom.close(view.key) {
-                overdrawn.insert(view.key);
-                limit_of.extend(view.owners.iter().map(|&owner| (owner, view.key)));
-            }
-        }
-        if !overdrawn.is_empty() {
-            for region in self.table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
-                if let Some(&limit) = limit_of.get(&region.view.owner) {
-                    self.ksmd.marker.give_up(region, limit);
-                }
-            }
-        }
-        overdrawn
     }
 
     /// Whether ksmd may not merge now, because a cgroup may already keep too many merged pages for other cgroups.
     pub(super) fn may_not_merge(&self) -> bool {
-        !self.room.holding.is_empty() || self.room.relief.holds_ksmd() || self.ksmd.marker.unmarking.is_relieving()
+        self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.unmarking.is_relieving()
     }
 
     /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the

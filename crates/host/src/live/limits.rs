@@ -335,10 +335,11 @@ impl CgroupLimits {
             };
             views.push(LimitView {
                 key: group.key,
-                tenant: self.groups.get(&group.share).map_or(group.key, |tenant| tenant.key),
                 limit: in_pages(known.of_all.limit),
                 left: in_pages(known.of_all.left),
-                kills: known.kills.map(kill_limit),
+                kills: known
+                    .kills
+                    .map(|Limit { limit, left }| KillLimit { limit: in_pages(limit), left: in_pages(left) }),
                 owners: group.owners.clone(),
                 read_ns: group.read_ns,
             });
@@ -350,10 +351,6 @@ impl CgroupLimits {
     pub(super) fn name(&self, key: LimitKey) -> Option<&Path> {
         self.dirs.get(&key).map(PathBuf::as_path)
     }
-}
-
-fn kill_limit(known: Limit) -> KillLimit {
-    KillLimit { limit: in_pages(known.limit), left: in_pages(known.left) }
 }
 
 fn in_pages(bytes: Bytes) -> Pages {
@@ -600,12 +597,8 @@ mod tests {
         assert_eq!(limits.groups[&slow].read_ns, second, "until a thousand times its cost is over");
         let new = root.path().join("a.slice/user-1.slice/y");
         fs::create_dir_all(&new).unwrap();
-        fs::write(new.join("memory.max"), "409600").unwrap();
-        fs::write(new.join("memory.current"), "4096").unwrap();
         limits.assign(root.path(), &new, OwnerKey(3));
         limits.read_new(6 * second);
-        let tenants: Vec<LimitKey> = limits.limits().iter().map(|view| view.tenant).collect();
-        assert!(tenants[0] == tenants[1] && tenants[1] != tenants[2], "one tenant's cgroups, and another's");
         assert_eq!(limits.groups[&new].read_ns, 6 * second, "the first reading doesn't wait");
         read_all(&mut limits, second << 20);
         assert_eq!(limits.groups[&slow].read_ns, second << 20);

@@ -118,7 +118,7 @@ impl SimHost {
                 let limit = cgroup.limit;
                 let left = limit.saturating_sub(used);
                 let kills = cgroup.kills.then_some(KillLimit { limit, left });
-                views.push(LimitView { key, tenant: key, limit, left, kills, owners, read_ns });
+                views.push(LimitView { key, limit, left, kills, owners, read_ns });
             }
             self.cgroups.views = views.into();
             self.cgroups.next_ns = self.now_ns + READ_NS;

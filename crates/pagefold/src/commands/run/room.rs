@@ -74,7 +74,6 @@ mod tests {
             let memory = MemoryView { total: mib(1_000), available: mib(available), ..MemoryView::default() };
             let view = |left| LimitView {
                 key: LimitKey(1),
-                tenant: LimitKey(1),
                 limit: mib(100),
                 left: mib(left),
                 kills: None,
