@@ -794,9 +794,9 @@ mod tests {
         assert!(!relief.is_busy());
         relief.begin(&view, Pages(1), &table, &Waiting::default(), 20 * S);
         let others = &relief.survey.as_ref().unwrap().others;
-        let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, u64::from(run.pages))).collect();
-        let half = LOOKED_UP_AT_ONCE;
-        assert_eq!(found, [(2, half, half), (2, 0, half)], "the half that was left comes first");
+        let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, run.pages)).collect();
+        let half = LOOKED_UP_AT_ONCE as u32;
+        assert_eq!(found, [(2, LOOKED_UP_AT_ONCE, half), (2, 0, half)], "the half that was left comes first");
     }
 
     #[test]

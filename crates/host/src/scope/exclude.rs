@@ -195,7 +195,7 @@ impl fmt::Display for Exclusion {
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::Bits32 => "a 32-bit program, which cannot be marked from outside; start it by pagefold exec",
             Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings that KSM could merge"),
-            Self::TooManyInAll => "with other processes, has more mappings or shared pages than pagefold can track",
+            Self::TooManyInAll => "with other processes, has more mappings than pagefold can track",
             Self::NotReadable => "cannot be read",
             Self::Stuck => "keeps its memory map locked",
             Self::SameMemory { with } => return write!(f, "its memory is that of process {with}, and counted there"),
