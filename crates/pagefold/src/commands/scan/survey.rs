@@ -12,17 +12,14 @@ use anyhow::{Context, Result};
 use pagefold_engine::host::PageState;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::sampling::census::{Cell, bytes_of};
-use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, index};
+use pagefold_engine::units::{Pages, Vpn, index};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::exclude::{Exclusion, vma_exclusion};
-use pagefold_procmem::Roots;
-use pagefold_procmem::headroom::total_of;
 use pagefold_procmem::image::{compare_address_spaces, image_of};
 use pagefold_procmem::mappers::mappers_of;
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, pinned_kib, read_smaps};
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::stalls::{Origin, Share};
 use pagefold_procmem::status::program_name;
 use pagefold_text::style::count;
 use serde::Serialize;
@@ -87,14 +84,6 @@ pub struct Surveyed {
 }
 
 impl Surveyed {
-    /// Leaves out the process, and reports its size by these mappings.
-    fn leave_out(&mut self, why: Exclusion, details: &[VmaDetail]) {
-        let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
-        self.excluded = vec![LeftOut::of(&why, kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX))];
-        self.unseen.clone_from(&self.excluded);
-        self.refused = Some(why);
-    }
-
     /// Leaves out the process, since we can't read it. Fails if the error concerns more than this process.
     pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
         self.gone = true;
@@ -176,36 +165,6 @@ pub struct Joint {
     page: Vpn,
 }
 
-/// How many pages with shared frames we can still keep. Forks map the same memory as often as their user likes, so the
-/// machine's memory doesn't bound them. We keep as many as the machine has pages, which takes some 2 % of its memory,
-/// and one user or cgroup may have half of those that others leave.
-#[derive(Debug)]
-struct JointRoom {
-    left: usize,
-    by_share: BTreeMap<Share, usize>,
-}
-
-impl JointRoom {
-    fn of_machine(roots: &Roots) -> Result<Self> {
-        let total = total_of(&roots.proc).context("cannot read /proc/meminfo")?;
-        let left = usize::try_from(total.0 / PAGE_BYTES).unwrap_or(usize::MAX);
-        Ok(Self { left, by_share: BTreeMap::new() })
-    }
-
-    /// How many pages one more process may have.
-    fn most(&self, origin: Origin) -> usize {
-        let taken = origin.shares().into_iter().flatten().filter_map(|share| self.by_share.get(&share)).max();
-        self.left.saturating_sub(taken.copied().unwrap_or(0)) / 2
-    }
-
-    fn take(&mut self, origin: Origin, pages: usize) {
-        self.left -= pages;
-        for share in origin.shares().into_iter().flatten() {
-            *self.by_share.entry(share).or_default() += pages;
-        }
-    }
-}
-
 /// A kind of memory, and why it's out of KSM's reach, if it is. Each process has one cell for each such key.
 type CellKey = (RegionKind, Option<Cause>);
 
@@ -219,7 +178,6 @@ impl Survey {
     ) -> Result<Self> {
         let mut survey = Self::default();
         let mut joint = Vec::new();
-        let mut room = JointRoom::of_machine(&Roots::default())?;
         let mut numbers = 0;
         for scoped in scoped {
             let mut surveyed = Surveyed {
@@ -238,21 +196,14 @@ impl Survey {
             };
             let cells_before = survey.cells.len();
             let joint_before = joint.len();
-            let origin = Origin::of(&surveyed.scoped.process);
-            let joint_most = joint_before + room.most(origin);
-            let added = survey.add(&mut surveyed, bounds, reader, wanted.causes, &mut joint, joint_most, &mut numbers);
-            if let Err(error) = added {
+            if let Err(error) = survey.add(&mut surveyed, bounds, reader, wanted.causes, &mut joint, &mut numbers) {
                 surveyed.lose(error)?;
-            }
-            if surveyed.refused.is_some() || surveyed.gone {
                 surveyed.regions.clear();
-                surveyed.ranges.clear();
                 survey.cells.truncate(cells_before);
                 survey.kinds.truncate(cells_before);
                 survey.causes.truncate(cells_before);
                 joint.truncate(joint_before);
             }
-            room.take(origin, joint.len() - joint_before);
             survey.processes.push(surveyed);
             progress();
         }
@@ -270,7 +221,6 @@ impl Survey {
         reader: &mut ScanReader,
         with_causes: bool,
         joint: &mut Vec<Joint>,
-        joint_most: usize,
         numbers: &mut u32,
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
@@ -278,24 +228,27 @@ impl Survey {
         if surveyed.refused.is_none() {
             surveyed.refused = self.same_memory(process)?;
         }
-        if let Some(refused) = surveyed.refused.clone() {
+        let mut left_out = LeftOutByReason::default();
+        if let Some(refused) = &surveyed.refused {
             surveyed.way_in = bounds.way_in(&surveyed.scoped, &refused.to_string());
             // We report the process's size, but read none of its pages.
             let details = reader.run(process, |_, process| read_smaps(process)).unwrap_or_default();
-            surveyed.leave_out(refused, &details);
+            let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
+            left_out.add(LeftOut::of(refused, kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
+            surveyed.excluded = left_out.by_size();
+            surveyed.unseen.clone_from(&surveyed.excluded);
             return Ok(());
         }
-        let mut left_out = LeftOutByReason::default();
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
         let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
         let mut cells: BTreeMap<CellKey, u32> = BTreeMap::new();
         let mut unseen = LeftOutByReason::default();
         let details = reader.run(process, |_, process| read_smaps(process))?;
         let mut pinned_kib = pinned_kib(&details, &surveyed.scoped.status);
-        for detail in &details {
-            let exclusion = vma_exclusion(detail);
+        for detail in details {
+            let exclusion = vma_exclusion(&detail);
             let causes = match &exclusion {
-                exclusion if with_causes => Causes::of(detail, exclusion.as_ref()),
+                exclusion if with_causes => Causes::of(&detail, exclusion.as_ref()),
                 Some(_) => None,
                 None => Some(Causes::default()),
             };
@@ -319,14 +272,7 @@ impl Survey {
             let has_swapped_file = detail.vma.perms.shared;
             let swapped = detail.swap_kib / 4;
             let with_file = causes.file.is_some();
-            let detail = detail.clone();
-            let room = joint_most - joint.len();
-            let found =
-                reader.run(process, move |reader, process| pages_of(process, &detail, reader, with_file, room))?;
-            if found.joint.len() > room {
-                surveyed.leave_out(Exclusion::TooManyInAll, &details);
-                return Ok(());
-            }
+            let found = reader.run(process, move |reader, process| pages_of(process, &detail, reader, with_file))?;
             let file_cause = if found.is_swap_backed { causes.file.map(Cause::in_memory) } else { causes.file };
             for (is_file, cause, runs) in [(false, causes.anonymous, found.private), (true, file_cause, found.file)] {
                 let shared = found.joint.iter().filter(|page| page.is_file == is_file);
@@ -510,21 +456,14 @@ struct JointPage {
     is_file: bool,
 }
 
-/// Finds the pages of one mapping. Finds file pages only if `with_file`. If more than `joint_most` of the pages have
-/// frames that others map, too, finds one more than that.
+/// Finds the pages of one mapping. Finds file pages only if `with_file`.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,
     reader: &mut PageReader,
     with_file: bool,
-    joint_most: usize,
 ) -> Result<MappedPages, ReadError> {
     let mut found = MappedPages::default();
-    let add_joint = |joint: &mut Vec<JointPage>, page: JointPage| {
-        if joint.len() <= joint_most {
-            joint.push(page);
-        }
-    };
     let mut others: Vec<(Vpn, u32)> = Vec::new();
     let mut file_frame = None;
     reader.walk(process, detail.vma.first(), detail.vma.pages(), |page, entry| {
@@ -540,7 +479,7 @@ fn pages_of(
             if entry.exclusive() {
                 extend(&mut found.file, page);
             } else {
-                add_joint(&mut found.joint, JointPage { page, frame, merged: false, is_file: true });
+                found.joint.push(JointPage { page, frame, merged: false, is_file: true });
             }
         }
     })?;
@@ -553,7 +492,7 @@ fn pages_of(
     reader.read_runs(process, &others, how, |view| {
         if let (PageState::Merged | PageState::Shared, Some(frame)) = (view.state, view.frame) {
             let merged = view.state == PageState::Merged;
-            add_joint(&mut found.joint, JointPage { page: view.page, frame, merged, is_file: false });
+            found.joint.push(JointPage { page: view.page, frame, merged, is_file: false });
         }
     })?;
     Ok(found)
@@ -580,22 +519,6 @@ fn join(runs: &mut Vec<(Vpn, u32)>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_forks_of_one_user_leave_room_for_others() {
-        let of = |uid| Origin { user: Some(Share::User(uid)), cgroup: None };
-        let mut room = JointRoom { left: 1 << 20, by_share: BTreeMap::new() };
-        let mut surveyed = 0;
-        for fork in 0..1_000 {
-            // A process that doesn't fit is left out.
-            if room.most(of(1)) >= 10_000 {
-                room.take(of(1), 10_000);
-                surveyed = fork + 1;
-            }
-        }
-        assert_eq!(surveyed, 52);
-        assert!(room.most(of(2)) > 1 << 18 && room.left > 1 << 19);
-    }
 
     #[test]
     fn runs_join() {
