@@ -341,6 +341,7 @@ impl Region {
         if on_request {
             // There's no more to do on request; only marking has further steps.
             self.life.advance(Event::Settle);
+            self.hold.end_examination(now_ns);
         }
         self.survey.end_examination();
         self.marks.samples = MarkedSamples::default();

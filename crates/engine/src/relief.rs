@@ -64,7 +64,7 @@ const PAUSE_NS: u64 = 2_000_000_000;
 const PAUSE_MOST_NS: u64 = 600_000_000_000;
 /// We survey again after only `PAUSE_NS` if a cgroup could now exceed its limit by more than at its last survey, and
 /// the difference is at least one part in this many of the limit.
-const WORSE: u64 = 64;
+const WORSE: u64 = 256;
 
 /// A region, by its mapping and its first page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -104,11 +104,9 @@ impl CopyBudget<'_> {
         }
         self.spare = self.spare - copies;
         for view in self.limits.iter().filter(|view| view.owners.contains(&owner)) {
-            // Above `memory.high` a program is only throttled. Otherwise, it could keep its merged pages by setting that.
-            let Some(KillLimit { limit, left }) = view.kills else { continue };
             let taken = self.taken.entry(view.key).or_default();
             *taken += copies;
-            if *taken + UNMERGE_STEP + margin_below(limit) > left {
+            if *taken + UNMERGE_STEP + margin_below(view.limit) > view.left {
                 return false;
             }
         }
@@ -193,9 +191,6 @@ pub struct Relief {
     survey: Option<Survey>,
     /// How many pages a cgroup keeps for others at most, by a survey that has just ended.
     kept: Option<(LimitKey, Pages)>,
-    /// When we may survey again if nothing has got worse, nanoseconds.
-    next_ns: u64,
-    pause_ns: u64,
     /// Whether this cycle's plan looks pages up.
     is_asking: bool,
     looked: FxHashMap<LimitKey, Look>,
@@ -205,6 +200,8 @@ pub struct Relief {
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at_ns: u64,
+    /// How long we don't survey again after it if nothing has got worse, nanoseconds.
+    pause_ns: u64,
     /// By how much the limit could be exceeded when the survey began.
     over: Pages,
     /// Whether something that a survey chose couldn't be unmarked.
@@ -224,11 +221,17 @@ impl Relief {
         self.is_asking
     }
 
+    /// When we last surveyed for a limit, nanoseconds; 0 if we haven't.
+    pub fn looked_ns(&self, limit: LimitKey) -> u64 {
+        self.looked.get(&limit).map_or(0, |look| look.at_ns)
+    }
+
     /// Forgets limits that can't be exceeded any more. We keep those with recent surveys, so that a limit that's
-    /// lowered and raised all the time doesn't cause more surveys.
+    /// lowered and raised all the time doesn't cause more surveys, or the same one again and again.
     pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)], now_ns: u64) {
-        self.looked
-            .retain(|key, look| now_ns < look.at_ns + PAUSE_NS || exceeded.iter().any(|(exceeded, _)| exceeded == key));
+        self.looked.retain(|key, look| {
+            now_ns < look.at_ns + look.pause_ns.max(PAUSE_NS) || exceeded.iter().any(|(exceeded, _)| exceeded == key)
+        });
     }
 
     /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
@@ -258,13 +261,15 @@ impl Relief {
             return false;
         }
         let Some(last) = self.looked.get(&view.key) else { return true };
-        now_ns >= if self.is_wanted(view, over) { last.at_ns + PAUSE_NS } else { self.next_ns }
+        now_ns >= last.at_ns + if self.is_wanted(view, over) { PAUSE_NS } else { last.pause_ns }
     }
 
     /// Begins to look up who maps a cgroup's charged pages.
     pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
-        let next = self.looked.get(&view.key).and_then(|last| last.next);
-        self.looked.insert(view.key, Look { at_ns: now_ns, over, was_in_vain: false, next: None });
+        let last = self.looked.get(&view.key).copied();
+        let pause_ns = last.map_or(0, |last| last.pause_ns);
+        let next = last.and_then(|last| last.next);
+        self.looked.insert(view.key, Look { at_ns: now_ns, pause_ns, over, was_in_vain: false, next: None });
         let mut runs = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
             // If a region may be merged anywhere, we look up all of it anyway.
@@ -296,7 +301,9 @@ impl Relief {
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
-        let mut runs = take_pages(&mut survey.own, LOOKED_UP_AT_ONCE);
+        // At least half are others' pages, also if we look rarely.
+        let most = if survey.others.is_empty() { LOOKED_UP_AT_ONCE } else { LOOKED_UP_AT_ONCE / 2 };
+        let mut runs = take_pages(&mut survey.own, most);
         let own: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
         runs.extend(take_pages(&mut survey.others, LOOKED_UP_AT_ONCE - own));
         (runs, Some(survey.limit))
@@ -327,10 +334,11 @@ impl Relief {
         if survey.found >= FOUND_MOST / 2 || lasted_ns >= LASTS_MOST_NS / 2 {
             survey.skip_own(memory.table);
         }
-        if (survey.found >= FOUND_MOST || lasted_ns >= LASTS_MOST_NS)
-            && let Some(look) = self.looked.get_mut(&survey.limit)
-        {
-            look.next = survey.skip_others(memory.table);
+        if survey.found >= FOUND_MOST || lasted_ns >= LASTS_MOST_NS {
+            let next = survey.skip_others(memory.table);
+            if let Some(look) = self.looked.get_mut(&survey.limit) {
+                look.next = next;
+            }
         }
         if !survey.own.is_empty() || !survey.others.is_empty() {
             return None;
@@ -339,13 +347,15 @@ impl Relief {
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
         let own = survey.own_unmerged(memory);
         let may_merge: Pages = own.marked.iter().map(|region| region.pages).sum();
-        self.kept = Some((survey.limit, survey.held_outside() + survey.unseen + may_merge + own.waiting));
+        let charged = Pages(count(survey.frames.len())).max(survey.held_outside());
+        self.kept = Some((survey.limit, charged + survey.unseen + may_merge + own.waiting));
         let limit = view.and_then(|view| view.kills);
         let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
-        let has_looked_at_all = self.looked.get(&survey.limit).is_none_or(|look| look.next.is_none());
-        let most_ns = if has_looked_at_all { PAUSE_MOST_NS } else { PAUSE_MOST_NS / 10 };
-        self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, most_ns) } else { PAUSE_NS };
-        self.next_ns = now_ns + self.pause_ns;
+        if let Some(look) = self.looked.get_mut(&survey.limit) {
+            let most_ns = if look.next.is_none() { PAUSE_MOST_NS } else { PAUSE_MOST_NS / 10 };
+            look.at_ns = now_ns;
+            look.pause_ns = if found.is_none() { (look.pause_ns * 2).clamp(PAUSE_NS, most_ns) } else { PAUSE_NS };
+        }
         found
     }
 }
@@ -469,52 +479,35 @@ impl Survey {
 
     /// Chooses parts of others' regions until `lacking` frames come free. Returns how many do. A frame comes free once
     /// nobody outside maps it, so we take all parts that share frames together.
-    fn choose_others(&self, lacking: Pages, mut budget: CopyBudget<'_>, chosen: &mut Vec<Part>) -> Pages {
+    fn choose_others(&self, lacking: Pages, budget: CopyBudget<'_>, chosen: &mut Vec<Part>) -> Pages {
         let mut by_part = self.outside.clone();
         by_part.retain(|(_, frame)| !self.stuck.contains(frame));
         let mut by_frame: Vec<(u64, u32)> = by_part.iter().map(|&(part, frame)| (frame, part)).collect();
         by_frame.sort_unstable();
         let mut by_size: Vec<&[(u32, u64)]> = by_part.chunk_by(|a, b| a.0 == b.0).collect();
         by_size.sort_by_key(|pages| (Reverse(pages.len()), self.part(pages[0].0).part));
-        let mut taken: BTreeSet<u32> = BTreeSet::new();
-        let mut free: FxHashSet<u64> = FxHashSet::default();
-        let mut compared = 0;
+        let mut choice = Choice {
+            survey: self,
+            by_part: &by_part,
+            by_frame: &by_frame,
+            budget,
+            full: FxHashSet::default(),
+            taken: BTreeSet::new(),
+            free: FxHashSet::default(),
+            compared: 0,
+        };
         for pages in by_size {
-            if Pages(count(free.len())) >= lacking || compared >= COMPARED_MOST {
-                break;
-            }
-            if taken.contains(&pages[0].0) {
-                continue;
-            }
-            let mut together: BTreeSet<u32> = BTreeSet::new();
-            for &(_, frame) in pages {
-                let sharers = equal_to(&by_frame, frame);
-                compared += sharers.len();
-                together.extend(sharers.iter().map(|&(_, part)| part));
-            }
-            let mut rest = budget.clone();
-            let fits = together.difference(&taken).all(|&part| {
-                let FoundPart { owner, copies, .. } = *self.part(part);
-                rest.take(owner, copies)
-            });
-            if !fits {
-                continue;
-            }
-            budget = rest;
-            taken.extend(&together);
-            for part in together {
-                for &(_, frame) in equal_to(&by_part, part) {
-                    let sharers = equal_to(&by_frame, frame);
-                    compared += sharers.len();
-                    if sharers.iter().all(|(_, part)| taken.contains(part)) {
-                        free.insert(frame);
-                    }
+            while !choice.taken.contains(&pages[0].0) && Pages(count(choice.free.len())) < lacking {
+                let together = choice.sharing(pages);
+                if together.is_empty() || choice.compared >= COMPARED_MOST {
+                    break;
                 }
+                choice.take(&together);
             }
         }
-        let parts: BTreeSet<Part> = taken.into_iter().map(|part| self.part(part).part).collect();
+        let parts: BTreeSet<Part> = choice.taken.into_iter().map(|part| self.part(part).part).collect();
         chosen.extend(parts);
-        Pages(count(free.len()))
+        Pages(count(choice.free.len()))
     }
 
     fn part(&self, number: u32) -> &FoundPart {
@@ -539,6 +532,63 @@ impl Survey {
         own.waiting = if memory.by_marks { own.waiting.saturating_sub(self.merged_waiting) } else { Pages(0) };
         own
     }
+}
+
+/// The parts that we choose, and the frames that come free by that.
+struct Choice<'a> {
+    survey: &'a Survey,
+    /// The parts with charged frames that can come free, and these frames, sorted by either.
+    by_part: &'a [(u32, u64)],
+    by_frame: &'a [(u64, u32)],
+    budget: CopyBudget<'a>,
+    /// Processes without room for the copies that they'd need. Frames that they map can't come free.
+    full: FxHashSet<OwnerKey>,
+    taken: BTreeSet<u32>,
+    free: FxHashSet<u64>,
+    compared: usize,
+}
+
+impl Choice<'_> {
+    /// The parts that share frames with these pages of a part, as far as the frames can come free.
+    fn sharing(&mut self, pages: &[(u32, u64)]) -> BTreeSet<u32> {
+        let mut together = BTreeSet::new();
+        for frame in distinct(pages) {
+            let sharers = equal_to(self.by_frame, frame);
+            self.compared += sharers.len();
+            if !sharers.iter().any(|&(_, part)| self.full.contains(&self.survey.part(part).owner)) {
+                together.extend(sharers.iter().map(|&(_, part)| part));
+            }
+        }
+        together
+    }
+
+    /// Takes these parts, or notes a process that has no room for its copies.
+    fn take(&mut self, together: &BTreeSet<u32>) {
+        let mut rest = self.budget.clone();
+        for &part in together.difference(&self.taken) {
+            let FoundPart { owner, copies, .. } = *self.survey.part(part);
+            if !rest.take(owner, copies) {
+                self.full.insert(owner);
+                return;
+            }
+        }
+        self.budget = rest;
+        self.taken.extend(together);
+        for &part in together {
+            for frame in distinct(equal_to(self.by_part, part)) {
+                let sharers = equal_to(self.by_frame, frame);
+                self.compared += sharers.len();
+                if sharers.iter().all(|(_, part)| self.taken.contains(part)) {
+                    self.free.insert(frame);
+                }
+            }
+        }
+    }
+}
+
+/// The frames of a part's pages, each once: any number of pages may map the same one.
+fn distinct(pages: &[(u32, u64)]) -> BTreeSet<u64> {
+    pages.iter().map(|&(_, frame)| frame).collect()
 }
 
 /// The pairs that begin with `first`, among sorted pairs.
@@ -778,10 +828,40 @@ mod tests {
         }
     }
 
+    /// One without room for its copies may map as many of the frames as it likes, as often as it likes.
+    #[test]
+    fn who_has_no_room_keeps_only_frames_that_it_maps_from_relief() {
+        const EACH: u64 = 1_500;
+        const MAPPINGS: u32 = 90;
+        let view = |key, owner| RegionView { owner: OwnerKey(owner), marked: Pages(EACH), ..test_view(key, 0, EACH) };
+        let mut views = vec![view(1, 1), view(2, 2)];
+        views.extend((3..MAPPINGS).map(|key| view(key, 3)));
+        let mut table = RegionTable::default();
+        table.update(&views, 1, |view| Region::new(view, 0, false, 1));
+        mark_all(&mut table);
+        let mut shared = samples(&[(1, 0, EACH, true), (2, 0, EACH, true)]);
+        for key in 3..MAPPINGS {
+            for mut sample in samples(&[(key, 0, EACH, true)]) {
+                sample.frame %= 30;
+                shared.push(sample);
+            }
+        }
+        let limits = [
+            limit(2_000, 1_900),
+            LimitView { key: LimitKey(8), owners: vec![OwnerKey(3)], left: Pages(0), ..limit(2_000, 2_000) },
+        ];
+        let mut relief = Relief::default();
+        relief.begin(&limits[0], Pages(1), &table, &Waiting::default(), S);
+        relief.inspect();
+        let found = relief.record(charged(&table), &shared, budget(&limits, u64::MAX), Keep::Auto, S + LASTS_MOST_NS);
+        let others = found.unwrap().others;
+        assert_eq!(others.iter().map(|part| part.region.0).collect::<Vec<_>>(), [2]);
+    }
+
     #[test]
     fn a_survey_ends_in_time() {
         let mut table = RegionTable::default();
-        let pages = 2 * LOOKED_UP_AT_ONCE;
+        let pages = 4 * LOOKED_UP_AT_ONCE;
         let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(pages), ..test_view(key, 0, pages) };
         table.update(&[view(1), view(2)], 1, |view| Region::new(view, 0, false, 1));
         mark_all(&mut table);
@@ -794,9 +874,9 @@ mod tests {
         assert!(!relief.is_busy());
         relief.begin(&view, Pages(1), &table, &Waiting::default(), 20 * S);
         let others = &relief.survey.as_ref().unwrap().others;
-        let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, run.pages)).collect();
-        let half = LOOKED_UP_AT_ONCE as u32;
-        assert_eq!(found, [(2, LOOKED_UP_AT_ONCE, half), (2, 0, half)], "the half that was left comes first");
+        let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, u64::from(run.pages))).collect();
+        let half = pages / 2;
+        assert_eq!(found, [(2, half, half), (2, 0, half)], "the half that was left comes first");
     }
 
     #[test]
@@ -820,6 +900,8 @@ mod tests {
         assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
         assert_eq!(looks(41, 23 * S), (false, false));
         relief.keep_only(&[], 23 * S);
+        assert!(!relief.is_wanted(&view, Pages(1)), "its pause isn't over");
+        relief.keep_only(&[], 24 * S);
         assert!(relief.is_wanted(&view, Pages(1)));
     }
 }

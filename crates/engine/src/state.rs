@@ -123,7 +123,7 @@ pub struct CopyTotals {
 #[derive(Clone, Debug, Default)]
 pub struct ReserveState {
     /// How much memory programs took back by writing to merged pages, in the worst hour, halved for each hour
-    /// since.
+    /// since, and at most what is saved now.
     pub likely_bytes: u64,
     /// Address space unmarked because memory was short.
     pub taken_back_bytes: u64,

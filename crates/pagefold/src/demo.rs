@@ -122,7 +122,7 @@ impl Demo {
         let style = self.style;
         let mut text = String::new();
         text.line(style.bold("pagefold: one copy of memory that programs hold twice"));
-        text.line(style.dim("Takes half a minute, and merges only memory of programs that it starts itself."));
+        text.line(style.dim("Takes half a minute, and marks only memory of programs that it starts itself."));
         text.line(style.dim("Ctrl-C stops it at any time and restores everything."));
         style::print(&text)?;
 

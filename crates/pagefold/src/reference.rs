@@ -162,7 +162,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("to_unmark_bytes, foreign_marks", "Marked address space that must be unmarked but couldn't be yet; whether another trust domain owns some of it, which stops marking and scanning"),
             ("copied_bytes, copied_worst_day_bytes", "Merged pages copied again on the machine since the start; the most within 24 hours"),
             ("reserve.keep, reserve.take_back", "The reserve as set; whether memory is unmerged while memory is short"),
-            ("reserve.likely_bytes, reserve.taken_back_bytes", "The most memory that writes to merged pages took within an hour of the last day; address space unmarked because memory was short"),
+            ("reserve.likely_bytes, reserve.taken_back_bytes", "The most memory that writes to merged pages took within an hour, halved for each hour since, and never more than is saved now; address space unmarked because memory was short"),
             ("reserve.machine.state, reserve.machine.total_bytes, reserve.machine.left_bytes", "enough, overcommitted or short; total memory; headroom"),
             ("reserve.machine.reserve_bytes, reserve.machine.worst_bytes", "The reserve; memory needed if every merged page is written"),
             ("reserve.limits[].cgroup, reserve.limits_overcommitted, reserve.limits_short", "The same figures for up to 20 cgroup limits with too little headroom; how many limits are in each state"),

@@ -93,6 +93,7 @@ impl Engine {
             let Some(child) = self.table.get_mut(slot) else { continue };
             match parents {
                 Some((merged, readings_due)) => {
+                    child.usage.merged_before = merged.len();
                     child.usage.merged = merged;
                     child.usage.readings_due = readings_due;
                 }

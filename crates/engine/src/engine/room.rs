@@ -96,8 +96,10 @@ impl Engine {
         if !ksm.ours || ksm.merged() == Pages(0) {
             return;
         }
-        let exceeded = self.room.headroom.exceeded();
+        let mut exceeded = self.room.headroom.exceeded();
         self.room.relief.keep_only(&exceeded, *now_ns);
+        // Each gets its turn, however bad others are.
+        exceeded.sort_by_key(|&(key, _)| self.room.relief.looked_ns(key));
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);

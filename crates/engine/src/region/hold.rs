@@ -117,6 +117,11 @@ impl Hold {
         self.may_sample() && is_over && !self.short && now_ns >= self.retry_ns
     }
 
+    /// An examination that we had put off has ended: the next one waits for as long again, so that others get a turn.
+    pub fn end_examination(&mut self, now_ns: u64) {
+        self.not_before_ns = self.not_before_ns.max(now_ns + self.pause_ns);
+    }
+
     /// Puts off the next examination: for twice as long each time, until an examination brings something.
     pub fn put_off(&mut self, now_ns: u64) {
         self.pause_ns = (self.pause_ns * 2).clamp(FIRST_PAUSE_NS, LONGEST_PAUSE_NS);

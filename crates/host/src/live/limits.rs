@@ -273,19 +273,19 @@ impl CgroupLimits {
     }
 
     fn pressure_to_yield_to(&mut self, now_ns: u64) -> Option<Permyriad> {
-        let mut is_reported = false;
         let mut waiting: BTreeMap<&Path, Permyriad> = BTreeMap::new();
         for (dir, group) in &self.groups {
             if !group.is_own {
                 continue;
             }
+            let Some(pressure) = group.cpu_pressure else { continue };
             let highest = waiting.entry(&group.share).or_default();
             // PSI counts tasks that a quota stops as waiting for a CPU, but they'd wait even if we used no CPU time.
-            if group.cpu_pressure > Some(*highest) && !self.is_throttled(dir, group.tried_ns) {
-                *highest = group.cpu_pressure.unwrap_or_default();
+            if pressure > *highest && !self.is_throttled(dir, group.tried_ns) {
+                *highest = pressure;
             }
-            is_reported |= group.cpu_pressure.is_some();
         }
+        let is_reported = !waiting.is_empty();
         let pressure = self.yielding.pressure(now_ns, &waiting);
         is_reported.then_some(pressure)
     }

@@ -80,7 +80,7 @@ pub const FAMILIES: &[Family] = &[
     }),
     gauge(
         "pagefold_likely_return_bytes",
-        "The most memory that writes to merged pages took within an hour of the last day",
+        "The most memory that writes to merged pages took within an hour, halved for each hour since, and never more than is saved now",
         |status| one(float(status.reserve.likely_bytes)),
     ),
     gauge("pagefold_left_bytes", "Memory that programs can get, including free swap", |status| {

@@ -206,7 +206,7 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
     match (&explanation.left_alone, explanation.in_scope) {
         (Some(why), _) => {
             text.blank();
-            text.line(format!("The whole process is left alone: {}{}.", style.other(why), explanation.way_in));
+            text.paragraph(&format!("The whole process is left alone: {why}{}.", explanation.way_in), WIDTH);
         }
         (None, true) => {
             if let Some(place) = &explanation.numa {
