@@ -122,6 +122,7 @@ fn clients_that_are_silent_or_never_read_keep_nobody_else_from_the_page() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "takes 10 s")]
 fn a_connection_ends_when_its_time_is_over() {
     let (address, _) = start(5);
     let mut slow = TcpStream::connect(address).unwrap();

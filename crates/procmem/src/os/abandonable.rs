@@ -279,6 +279,7 @@ mod tests {
 
     /// A job isn't stuck if the kernel walks page tables for long in one read, or prints a long list slowly.
     #[test]
+    #[cfg_attr(not(feature = "live"), ignore = "takes 7 s")]
     fn long_jobs_are_not_stuck_while_they_make_progress() {
         let computes = || {
             let end = Instant::now() + LIMIT * 5 / 4;
