@@ -347,10 +347,11 @@ impl Relief {
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
         let own = survey.own_unmerged(memory);
         let may_merge: Pages = own.marked.iter().map(|region| region.pages).sum();
-        let charged = Pages(count(survey.frames.len())).max(survey.held_outside());
+        // Others may still join the frames that only the cgroup maps.
+        let charged = Pages(count(survey.frames.len()));
         self.kept = Some((survey.limit, charged + survey.unseen + may_merge + own.waiting));
         let limit = view.and_then(|view| view.kills);
-        let found = limit.and_then(|limit| survey.relieve(memory, limit, keep.below(limit.limit), budget));
+        let found = limit.and_then(|limit| survey.relieve(own, limit, keep.below(limit.limit), budget));
         if let Some(look) = self.looked.get_mut(&survey.limit) {
             let most_ns = if look.next.is_none() { PAUSE_MOST_NS } else { PAUSE_MOST_NS / 10 };
             look.at_ns = now_ns;
@@ -444,15 +445,8 @@ impl Survey {
         next
     }
 
-    fn relieve(
-        &self,
-        memory: Charged<'_>,
-        kills: KillLimit,
-        reserve: Pages,
-        budget: CopyBudget<'_>,
-    ) -> Option<Relieved> {
+    fn relieve(&self, own: OwnUnmerged, kills: KillLimit, reserve: Pages, budget: CopyBudget<'_>) -> Option<Relieved> {
         let KillLimit { limit, left } = kills;
-        let own = self.own_unmerged(memory);
         let used = limit.saturating_sub(left);
         let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
