@@ -30,9 +30,9 @@ const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
-/// (user.slice/user-1000.slice), or of one service, or of one pod (`POD_NAMES`). Only root can make cgroups that far
-/// up, so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time
-/// between two passes, we read its limits less often, but each `RESTING_MOST_NS`, nanoseconds.
+/// (user.slice/user-1000.slice), of one service, or of one pod (`POD_NAMES`). Only root can make cgroups that far up, so
+/// nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time between two passes, we read
+/// its limits less often, but each `RESTING_MOST_NS`, nanoseconds.
 const SHARED_NAMES: usize = 2;
 const POD_NAMES: usize = 3;
 const RESTING_MOST_NS: u64 = 10_000_000_000;
