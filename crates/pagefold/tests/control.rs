@@ -258,9 +258,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
     // These processes are left alone as a whole.
     let undumpable = Script::undumpable();
     let text = text_of(&["explain", &undumpable.pid().to_string()]);
-    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(words.contains("The whole process is left alone: not dumpable"), "{text}");
-    assert!(words.contains(" (--allow python3") && words.contains(" lets it in)."), "{text}");
+    assert_has(&text, &["The whole process is left alone: not dumpable", "(--allow python3", "lets it in)."]);
     let mut ended = zombie();
     let text = text_of(&["explain", &ended.id().to_string()]);
     assert!(text.contains("has ended"), "{text}");

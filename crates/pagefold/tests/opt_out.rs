@@ -122,7 +122,7 @@ fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() 
     let daemon = Daemon::on(&pids, &options);
     wait_until_merged(&pids[..3], 7 * MIB);
     let notes = succeed(&["explain", &member.pid().to_string()]);
-    assert!(notes.split_whitespace().collect::<Vec<_>>().join(" ").contains("overridden: its unit"), "{notes}");
+    assert_has(&notes, &["overridden: its unit"]);
     assert_has(&daemon.terminate().errors, &["is merged because of --override-opt-out: its unit"]);
     let lines = json_lines(&fs::read_to_string(&log).unwrap());
     let overrides: Vec<Value> = lines.into_iter().filter(|line| line["what"] == "override").collect();

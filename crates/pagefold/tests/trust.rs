@@ -159,7 +159,7 @@ fn marks_that_cannot_be_removed_yet_are_shown() {
     assert!(row(&shown["processes"], "pid", stays.pid())["to_unmark"].is_null(), "{shown}");
     assert!(succeed(&["status"]).contains("to unmark 8"), "{}", succeed(&["status"]));
     let explanation = succeed(&["explain", &frozen.pid().to_string()]);
-    assert!(explanation.contains("still to be unmarked: on the deny list (pf-denied)"), "{explanation}");
+    assert_has(&explanation, &["still to be unmarked: on the deny list (pf-denied)"]);
     freezer.freeze(false);
     wait_until("it is unmarked", || marks(frozen.pid()) == Marks::default());
     wait_until("nothing is left to unmark", || status()["to_unmark_bytes"] == 0);
@@ -184,7 +184,7 @@ fn a_new_program_is_judged_anew() {
     assert_eq!(marks(turns.pid()), Marks::default());
     assert!(stays.is_intact() && turns.is_intact());
     let text = succeed(&["explain", &turns.pid().to_string()]);
-    assert!(text.contains("on the deny list (pf-denied)"), "{text}");
+    assert_has(&text, &["on the deny list (pf-denied)"]);
     ksm.end(daemon, &[stays.pid()]);
 }
 
@@ -205,7 +205,7 @@ fn a_process_that_cannot_answer_is_neither_read_nor_marked() {
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(marks(silent.pid()), Marks::default());
     let text = succeed(&["explain", &silent.pid().to_string()]);
-    assert!(text.contains("whether its memory is private"), "{text}");
+    assert_has(&text, &["whether its memory is private"]);
     assert!(one.is_intact() && other.is_intact());
     ksm.end(daemon, &pids[..2]);
 }

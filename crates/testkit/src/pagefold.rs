@@ -52,12 +52,17 @@ pub fn row<'a>(list: &'a Value, field: &str, is: impl Into<Value>) -> &'a Value 
     rows.iter().find(|row| row[field] == is).unwrap_or_else(|| panic!("no {field} {is} in {list}"))
 }
 
-/// Asserts that a text has all these parts.
+/// Asserts that a text has all these parts, wherever its lines are wrapped.
 #[track_caller]
 pub fn assert_has(text: &str, parts: &[&str]) {
+    let words = unwrapped(text);
     for part in parts {
-        assert!(text.contains(part), "{part:?} is missing in {text}");
+        assert!(words.contains(&unwrapped(part)), "{part:?} is missing in {text}");
     }
+}
+
+fn unwrapped(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Asserts that the program fails with this code and prints only one line, on standard error, with the reason and what
