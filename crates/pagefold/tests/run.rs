@@ -559,7 +559,7 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
         assert!(saved_bytes() >= most(saved), "{} of {saved}", saved_bytes());
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert_eq!(status()["busy"], false);
+    wait_until("it's at rest", || status()["busy"] == false);
     let second = daemon.stop();
     let [before, after] = [&first, &second].map(|summary| bytes(summary, "pages_read"));
     assert!(after * 5 <= before, "{after} pages read after the restart, {before} before");
