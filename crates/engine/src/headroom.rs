@@ -28,7 +28,9 @@
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
 //! a process outside the limit has had memory that may be merged: otherwise each restart of such processes would lift
-//! the bound. A process that was outside only until it was moved below the limit doesn't count.
+//! the bound. A process that was outside only until it was moved below the limit doesn't count. When the exception
+//! ends, more may be merged below the limit than the sum allows, and processes outside could map all of these pages. So
+//! with ksmd we unmerge them before it goes on. On request, processes outside get none of them.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -63,6 +65,8 @@ struct LimitRoom {
     /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
     /// merged.
     is_shared: bool,
+    /// Whether more was merged below this limit than fits, while it applied to every process in scope.
+    is_overfull: bool,
 }
 
 impl LimitRoom {
@@ -133,6 +137,7 @@ impl Headroom {
                 over: over.unwrap_or_default(),
                 kept,
                 is_shared,
+                is_overfull: known.map_or(!is_shared, |room| room.is_overfull) && over.unwrap_or_default() > Pages(0),
             };
             let room = match known {
                 // What we've used up since we read the limit stays used up.
@@ -208,6 +213,18 @@ impl Headroom {
         if let Some(room) = self.limits.get_mut(&key) {
             room.kept = kept;
         }
+    }
+
+    /// Whether more was merged below this limit than fits, while it applied to every process in scope.
+    pub fn is_overfull(&self, key: LimitKey) -> bool {
+        self.limits.get(&key).is_some_and(|room| room.is_overfull)
+    }
+
+    /// Whether a process must not map another's merged pages, because there are more of them below a limit than fit.
+    pub fn keeps_out(&self, owner: OwnerKey, of: OwnerKey) -> bool {
+        let Some(keys) = self.of_owner.get(&of) else { return false };
+        let own = self.of_owner.get(&owner);
+        keys.iter().any(|key| self.is_overfull(*key) && !own.is_some_and(|own| own.contains(key)))
     }
 
     /// The limits that we'd exceed if all pages that may be merged were charged there for ever, and by how much, the

@@ -163,6 +163,8 @@ type Turn = (OwnerKey, RegionKey, Vpn);
 #[derive(Debug, Default)]
 struct Survey {
     limit: LimitKey,
+    /// Whether to unmerge all of the cgroup's memory if others could map too much of it.
+    is_overfull: bool,
     began_ns: u64,
     members: FxHashSet<OwnerKey>,
     /// The pages that we still have to look up: of the cgroup's processes, and of others.
@@ -264,8 +266,17 @@ impl Relief {
         now_ns >= last.at_ns + if self.is_wanted(view, over) { PAUSE_NS } else { last.pause_ns }
     }
 
-    /// Begins to look up who maps a cgroup's charged pages.
-    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, waiting: &Waiting, now_ns: u64) {
+    /// Begins to look up who maps a cgroup's charged pages. `is_overfull`: more was merged below the limit than fits if
+    /// others map it, and it's all to be unmerged if they could.
+    pub fn begin(
+        &mut self,
+        view: &LimitView,
+        over: Pages,
+        is_overfull: bool,
+        table: &RegionTable,
+        waiting: &Waiting,
+        now_ns: u64,
+    ) {
         let last = self.looked.get(&view.key).copied();
         let pause_ns = last.map_or(0, |last| last.pause_ns);
         let next = last.and_then(|last| last.next);
@@ -289,6 +300,7 @@ impl Relief {
         }
         self.survey = Some(Survey {
             limit: view.key,
+            is_overfull,
             began_ns: now_ns,
             members,
             own,
@@ -456,6 +468,15 @@ impl Survey {
         let mut at_worst = without_merging + self.held_outside() + own.waiting;
         let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
+        let charged = Pages(count(self.frames.len())) + self.unseen;
+        if self.is_overfull && without_merging + charged + cushion(reserve) > limit {
+            for region in own.marked.iter().filter(|region| region.is_ours) {
+                relieved.own.push(region.place);
+            }
+            if !relieved.own.is_empty() {
+                return Some(relieved);
+            }
+        }
         if at_worst + cushion(reserve) > limit {
             let freed = self.choose_others(at_worst.saturating_sub(goal), budget, &mut relieved.others);
             at_worst = at_worst.saturating_sub(freed);
@@ -697,7 +718,7 @@ mod tests {
     /// The regions to unmerge, as process numbers: other processes', and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
-        relief.begin(view, Pages(1), &table, &Waiting::default(), S);
+        relief.begin(view, Pages(1), false, &table, &Waiting::default(), S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
         let found =
@@ -732,7 +753,7 @@ mod tests {
         let others = |change: fn(&mut Region)| {
             let (mut relief, mut table) = (Relief::default(), table());
             change(table.at_mut(RegionKey(3), Vpn(0)).unwrap());
-            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), false, &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), u64::MAX);
             let found = relief.record(charged(&table), &shared, budget, Keep::Share(Permyriad(1_000)), S);
@@ -754,7 +775,7 @@ mod tests {
         let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
         let parts = |spare| {
             let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
-            relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+            relief.begin(&view, Pages(1), false, &table, &Waiting::default(), S);
             relief.inspect();
             let budget = budget(std::slice::from_ref(&view), spare);
             let keep = Keep::Share(Permyriad(0));
@@ -773,7 +794,7 @@ mod tests {
         let mut relief = Relief::default();
         let mut looked = Vec::new();
         for at_ns in (1..=number).map(|number| number * 60 * S) {
-            relief.begin(view, Pages(1), table, &Waiting::default(), at_ns);
+            relief.begin(view, Pages(1), false, table, &Waiting::default(), at_ns);
             looked.push(0);
             while relief.is_busy() {
                 let mut samples = Vec::new();
@@ -845,7 +866,7 @@ mod tests {
             LimitView { key: LimitKey(8), owners: vec![OwnerKey(3)], left: Pages(0), ..limit(2_000, 2_000) },
         ];
         let mut relief = Relief::default();
-        relief.begin(&limits[0], Pages(1), &table, &Waiting::default(), S);
+        relief.begin(&limits[0], Pages(1), false, &table, &Waiting::default(), S);
         relief.inspect();
         let found = relief.record(charged(&table), &shared, budget(&limits, u64::MAX), Keep::Auto, S + LASTS_MOST_NS);
         let others = found.unwrap().others;
@@ -860,13 +881,13 @@ mod tests {
         table.update(&[view(1), view(2)], 1, |view| Region::new(view, 0, false, 1));
         mark_all(&mut table);
         let (mut relief, view) = (Relief::default(), limit(640, 500));
-        relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+        relief.begin(&view, Pages(1), false, &table, &Waiting::default(), S);
         for (at_ns, key) in [(2, 1), (7, 1), (11, 2)] {
             assert_eq!(relief.inspect().0[0].region, RegionKey(key));
             relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns * S);
         }
         assert!(!relief.is_busy());
-        relief.begin(&view, Pages(1), &table, &Waiting::default(), 20 * S);
+        relief.begin(&view, Pages(1), false, &table, &Waiting::default(), 20 * S);
         let others = &relief.survey.as_ref().unwrap().others;
         let found: Vec<_> = others.iter().map(|run| (run.region.0, run.first.0, u64::from(run.pages))).collect();
         let half = pages / 2;
@@ -880,7 +901,7 @@ mod tests {
             let is_wanted = relief.is_wanted(&view, Pages(over));
             let begins = relief.is_due(&view, Pages(over), at_ns);
             if begins {
-                relief.begin(&view, Pages(over), &table, &Waiting::default(), at_ns);
+                relief.begin(&view, Pages(over), false, &table, &Waiting::default(), at_ns);
             }
             relief.inspect();
             relief.record(charged(&table), &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);

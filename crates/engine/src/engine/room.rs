@@ -105,7 +105,8 @@ impl Engine {
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
             if !self.ksmd.marker.unmarking.is_giving_room() && self.room.relief.is_due(view, over, *now_ns) {
                 let waiting = self.ksmd.marker.unmarking.waiting();
-                self.room.relief.begin(view, over, &self.table, &waiting, *now_ns);
+                let is_overfull = self.room.headroom.is_overfull(key);
+                self.room.relief.begin(view, over, is_overfull, &self.table, &waiting, *now_ns);
             }
         }
     }

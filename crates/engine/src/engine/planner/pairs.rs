@@ -107,8 +107,8 @@ impl Engine {
         if let Some(known) = self.page_to_name(kept, domain) {
             stays = self.choose(known, new);
             named = match stays {
-                Stays::Known => self.requests.add(new, known, digest, self.needs_merged(known)),
-                Stays::New => self.requests.add(known, new, digest, false),
+                Stays::Known => self.ask(new, known, digest, self.needs_merged(known)),
+                Stays::New => self.ask(known, new, digest, false),
                 Stays::Both => false,
             };
         } else {
@@ -123,6 +123,13 @@ impl Engine {
         if !named || stays == Stays::New {
             self.contents.index.point_to(digest, new.location);
         }
+    }
+
+    /// Asks to merge a page with the one to keep, unless a limit keeps its process out. Returns whether we've asked.
+    fn ask(&mut self, take: IndexedPage, keep: IndexedPage, digest: Digest, needs_merged: bool) -> bool {
+        let owner_of = |page: IndexedPage| self.table.get(page.location.slot).map(|region| region.view.owner);
+        let (Some(owner), Some(of)) = (owner_of(take), owner_of(keep)) else { return false };
+        !self.room.headroom.keeps_out(owner, of) && self.requests.add(take, keep, digest, needs_merged)
     }
 
     /// Which of two equal pages the kernel should keep.
@@ -207,9 +214,9 @@ impl Engine {
         let Some(known) = self.page_to_name(kept, domain) else { return false };
         if is_merged {
             let needs_merged = self.needs_merged(known);
-            return !self.requests.is_kept(own.location) && self.requests.add(own, known, digest, needs_merged);
+            return !self.requests.is_kept(own.location) && self.ask(own, known, digest, needs_merged);
         }
         // This page's program may write it before the merge, hence `needs_merged`.
-        !self.requests.is_kept(kept) && self.requests.add(known, own, digest, self.needs_merged(own))
+        !self.requests.is_kept(kept) && self.ask(known, own, digest, self.needs_merged(own))
     }
 }
