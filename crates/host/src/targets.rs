@@ -361,7 +361,9 @@ impl Target {
         let keeps_marks = self.marks.are_set && !why.withdraws_marks();
         let mut changed = self.exclusion.as_ref() != Some(&why);
         if !keeps_marks {
-            changed |= !std::mem::take(&mut self.regions).is_empty();
+            let regions = std::mem::take(&mut self.regions);
+            changed |= !regions.is_empty();
+            self.marks.note_forgotten(&regions);
         }
         if changed {
             debug!(target: "scope", pid = self.pid(), name = %self.info.name, "left alone: {why}");

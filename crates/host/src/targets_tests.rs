@@ -395,9 +395,20 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
         assert!(watched.refresh_after(10 * SECOND));
         assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
     }
-    // The regions go if the marks must go, or if there are no marks.
+    // The regions go if the marks must go, or if there are no marks. Until they're gone, limits count the pages.
+    let first = &mut watched.target.regions[0].stretch;
+    first.marked = first.pages;
+    let marked = first.resident;
     assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
     assert!(!watched.target.may_be_counted());
+    assert!(
+        marked > Pages(0) && watched.target.forgotten() == marked,
+        "{:?} of {marked:?}",
+        watched.target.forgotten()
+    );
+    watched.target.request_unmark(Exclusion::NotDumpable, Marks::Mappings);
+    watched.target.set_settled();
+    assert_eq!(watched.target.forgotten(), Pages(0));
     let mut watched = Watched::new();
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));

@@ -68,6 +68,8 @@ pub(super) struct CgroupLimits {
 struct Group {
     key: LimitKey,
     owners: Vec<OwnerKey>,
+    /// How many pages of these processes may be merged in no region of ours ([`Target::forgotten`]).
+    forgotten: Pages,
     /// The last reading, and its time in nanoseconds.
     reading: Reading,
     read_ns: u64,
@@ -96,6 +98,7 @@ impl Group {
         Self {
             key,
             owners: Vec::new(),
+            forgotten: Pages(0),
             reading: Reading::Unknown,
             read_ns: 0,
             tried_ns: 0,
@@ -154,11 +157,13 @@ impl CgroupLimits {
         for target in targets.values() {
             // A target without regions has nothing to merge, and we may not know its cgroups yet. A target that we
             // leave alone for a time keeps its regions as long as it keeps its marks.
-            if !target.regions.is_empty() && self.owners.insert(target.owner) {
+            let is_counted = !target.regions.is_empty() || target.forgotten() > Pages(0);
+            if is_counted && self.owners.insert(target.owner) {
                 has_new = true;
                 self.has_unplaced |= target.limiting().is_empty();
                 for (mount, dir) in target.limiting() {
                     self.assign(mount, dir, target.owner);
+                    self.count_forgotten(dir, target.forgotten());
                 }
             }
         }
@@ -193,6 +198,7 @@ impl CgroupLimits {
         self.has_unplaced = false;
         for group in self.groups.values_mut() {
             group.owners.clear();
+            group.forgotten = Pages(0);
             group.is_own = false;
         }
     }
@@ -209,6 +215,17 @@ impl CgroupLimits {
                 group.owners.push(owner);
                 group.is_own |= above == dir;
             }
+        }
+    }
+
+    /// Notes that a process in this cgroup has pages that may be merged in no region of ours.
+    fn count_forgotten(&mut self, dir: &Path, pages: Pages) {
+        if pages == Pages(0) {
+            return;
+        }
+        for above in dir.ancestors() {
+            let Some(group) = self.groups.get_mut(above) else { break };
+            group.forgotten += pages;
         }
     }
 
@@ -333,13 +350,14 @@ impl CgroupLimits {
                 Reading::Unknown => TightestLimits { of_all: Limit { limit: Bytes(0), left: Bytes(0) }, kills: None },
                 Reading::Limited(limits) => limits,
             };
+            // The engine doesn't know these pages, but their copies need room, too.
+            let left_of = |limit: Limit| in_pages(limit.left).saturating_sub(group.forgotten);
+            let kills = known.kills.map(|kills| KillLimit { limit: in_pages(kills.limit), left: left_of(kills) });
             views.push(LimitView {
                 key: group.key,
                 limit: in_pages(known.of_all.limit),
-                left: in_pages(known.of_all.left),
-                kills: known
-                    .kills
-                    .map(|Limit { limit, left }| KillLimit { limit: in_pages(limit), left: in_pages(left) }),
+                left: left_of(known.of_all),
+                kills,
                 owners: group.owners.clone(),
                 read_ns: group.read_ns,
             });
@@ -541,6 +559,25 @@ mod tests {
         assert_eq!(limits.swap_below_limits(), Some(Pages(100)));
         limits.has_unplaced = true;
         assert_eq!(limits.swap_below_limits(), None);
+    }
+
+    #[test]
+    fn what_is_merged_in_no_region_needs_room_too() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("a.slice/a.service");
+        fs::create_dir_all(&dir).unwrap();
+        for (file, bytes) in [("memory.max", 100 * PAGE_BYTES), ("memory.current", 40 * PAGE_BYTES)] {
+            fs::write(dir.join(file), bytes.to_string()).unwrap();
+        }
+        let mut limits = CgroupLimits::default();
+        limits.assign(root.path(), &dir, OwnerKey(1));
+        limits.count_forgotten(&dir, Pages(25));
+        read_all(&mut limits, 1);
+        let left = |limits: &CgroupLimits| limits.limits().iter().map(|view| view.left).collect::<Vec<_>>();
+        assert_eq!(left(&limits), [Pages(35)]);
+        limits.forget_owners();
+        limits.assign(root.path(), &dir, OwnerKey(1));
+        assert_eq!(left(&limits), [Pages(60)]);
     }
 
     /// Thousands of cgroups of one user don't delay our reads of other limits.

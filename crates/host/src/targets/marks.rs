@@ -2,6 +2,7 @@
 
 use super::Target;
 use crate::judge::ProgramHistory;
+use crate::regions::Tracked;
 use crate::scope::exclude::Exclusion;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::units::{Bytes, Pages};
@@ -75,6 +76,21 @@ pub(super) struct MarkRecord {
     pub(super) are_set: bool,
     /// Whether we've removed all marks since.
     pub(super) are_cleared: bool,
+    /// How many pages may still be merged in regions that we've forgotten, because we leave the process alone and have
+    /// yet to unmark them.
+    pub(super) forgotten: Pages,
+}
+
+impl MarkRecord {
+    /// Notes that we forget regions, maybe before they're unmarked.
+    pub(super) fn note_forgotten(&mut self, regions: &[Tracked]) {
+        if !self.are_set {
+            return;
+        }
+        for Tracked { stretch, .. } in regions {
+            self.forgotten += stretch.marked.min(stretch.resident);
+        }
+    }
 }
 
 /// A request to unmerge a process.
@@ -96,7 +112,13 @@ impl Target {
     fn set_cleared(&mut self) {
         self.marks.are_set = false;
         self.marks.are_cleared = true;
+        self.marks.forgotten = Pages(0);
         self.check.expire();
+    }
+
+    /// How many pages may be merged in no region of ours, until we've unmarked them.
+    pub(crate) fn forgotten(&self) -> Pages {
+        self.marks.forgotten
     }
 
     /// Whether the process has marked memory, and isn't in the merged trust domain now, or wasn't when we marked it.

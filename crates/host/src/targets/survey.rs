@@ -14,7 +14,7 @@ use crate::churn::ChurnDetector;
 use crate::regions::{List, follow, stretches};
 use crate::scope::exclude::{Exclusion, withdrawal};
 use pagefold_engine::keys::RegionKey;
-use pagefold_engine::units::Pages;
+use pagefold_engine::units::{PAGE_BYTES, Pages};
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::cpu::{process_cpu_ns, thread_cpu_ns};
@@ -322,8 +322,11 @@ impl Target {
                 tracked.key = new_key();
             }
         }
+        self.marks.forgotten = Pages(0);
         if self.marks.are_set {
-            if let Some(reason) = details.iter().find_map(withdrawal) {
+            for detail in &details {
+                let Some(reason) = withdrawal(detail) else { continue };
+                self.marks.forgotten += Pages(detail.anonymous_kib * 1024 / PAGE_BYTES);
                 self.request_unmark(reason, Marks::Excluded);
             }
         }
