@@ -601,6 +601,7 @@ fn survey() -> ScanReport {
         exact: false,
         sampled_fraction: 0.0625,
         error_bytes: 9 << 20,
+        without_headroom_bytes: 25 << 20,
         scope: "--exe redis-server".to_owned(),
         totals: figures(1_001.5),
         processes: vec![

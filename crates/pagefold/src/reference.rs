@@ -80,6 +80,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("schema, scope", "This document's name; the scope, as flags"),
             ("exact, sampled_fraction", "Whether every page was read; the share of pages that were read"),
             ("error_bytes", "95 % margin of error of the savable memory; 0 if exact"),
+            ("without_headroom_bytes", "savable memory that ksmd won't merge, at least: cgroups' memory limits leave too little headroom"),
             ("totals.anonymous_bytes, totals.resident_bytes", "Anonymous pages, where a shared page counts once for each mapping; frames, each divided among its mappings"),
             ("totals.zero_bytes", "Pages of zeros"),
             ("totals.duplicate_within_bytes, totals.duplicate_across_bytes", "Pages with a copy in the same process; with copies in other processes only"),

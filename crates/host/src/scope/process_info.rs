@@ -13,7 +13,7 @@ use pagefold_procmem::process::{Process, ReadError, Stat};
 use pagefold_procmem::status::{Status, program_name};
 use pagefold_text::escape::printable;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A process and everything that selects or excludes it.
@@ -62,6 +62,15 @@ pub struct CgroupInfo {
 }
 
 impl CgroupInfo {
+    /// The directories of the cgroups whose memory limits apply.
+    pub fn limiting_dirs(&self) -> Vec<&Path> {
+        let mut dirs = Vec::new();
+        for (mount, dir) in &self.limiting {
+            dirs.extend(dir.ancestors().take_while(|above| above.starts_with(mount)));
+        }
+        dirs
+    }
+
     /// The facts about cgroups that we can't read.
     pub(crate) fn unreadable(cgroup: &str) -> Self {
         Self { unreadable: Some(cgroup.to_owned()), ..Self::default() }

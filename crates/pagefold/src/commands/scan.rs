@@ -1,6 +1,7 @@
 //! `pagefold scan`: shows how much memory merging could save, and where. It only reads memory.
 
 mod advice;
+mod headroom;
 pub mod html;
 pub mod reader;
 pub mod report;
@@ -20,13 +21,16 @@ use crate::output::page::{self, Origin};
 use crate::output::placement::PlacementView;
 use crate::preflight;
 use anyhow::{Context, Result};
+use headroom::{Savable, without_headroom};
 use pagefold_engine::host::{MergedSample, PageState};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::placement::placer::summarize;
 use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::sampling::census::choose::first_fraction;
+use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_engine::state::MoveTotals;
-use pagefold_engine::units::{Vpn, index};
+use pagefold_engine::units::{Bytes, Vpn, index};
+use pagefold_ksm::request::DEVICE;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::numa::owner_view;
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -38,6 +42,7 @@ use pagefold_text::progress::Progress;
 use reader::ScanReader;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use survey::{Survey, Surveyed, Wanted};
 
@@ -159,6 +164,17 @@ fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let survey = memory.survey;
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
     let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope.to_string(), cost);
+    let by_pid: HashMap<i32, Figures> = report.processes.iter().map(|row| (row.pid, row.figures)).collect();
+    let mut savable = Vec::new();
+    for process in &survey.processes {
+        let Some(figures) = by_pid.get(&process.scoped.pid()) else { continue };
+        let bytes = Bytes(bytes_of(figures.savable));
+        savable.push(Savable { bytes, cgroups: process.scoped.cgroups.limiting_dirs() });
+    }
+    // On request, the copies stay where there's headroom.
+    if !Path::new(DEVICE).exists() {
+        report.without_headroom_bytes = without_headroom(&savable).0;
+    }
     report.is_host = is_host;
     report.command = advice::command(&report, &scope, &args.deny);
     if is_host && report.command.is_none() && !preflight::is_running() {

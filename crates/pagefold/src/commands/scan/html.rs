@@ -150,6 +150,9 @@ fn whole(html: &mut String, report: &ScanReport) {
     if !besides.is_empty() {
         let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", besides.join("; "));
     }
+    if let Some(headroom) = report.headroom() {
+        let _ = writeln!(html, "<p>{headroom}</p>");
+    }
 }
 
 fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Figures)>) {

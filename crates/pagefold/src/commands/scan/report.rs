@@ -21,6 +21,7 @@ pub struct ScanReport {
     pub exact: bool,
     pub sampled_fraction: f64,
     pub error_bytes: u64,
+    pub without_headroom_bytes: u64,
     pub scope: String,
     pub totals: Figures,
     pub processes: Vec<ProcessRow>,
@@ -229,6 +230,7 @@ impl ScanReport {
             exact: fraction >= 1.0,
             sampled_fraction: fraction.min(1.0),
             error_bytes: bytes_of(findings.error),
+            without_headroom_bytes: 0,
             scope,
             totals,
             processes: rows,
@@ -283,6 +285,13 @@ impl ScanReport {
             }
         }
         besides
+    }
+
+    /// A sentence on savable memory that a run leaves alone because of memory limits.
+    pub fn headroom(&self) -> Option<String> {
+        let size = human(self.without_headroom_bytes);
+        let sentence = format!("At least {size} of it won't be merged: memory limits leave too little headroom.");
+        (self.without_headroom_bytes > 0).then_some(sentence)
     }
 
     pub fn basis(&self) -> String {

@@ -150,7 +150,13 @@ fn next(text: &mut String, report: &ScanReport, style: Style) {
     if !report.is_worthwhile() {
         text.blank();
         text.line("There is almost nothing to save here.");
-    } else if let Some(command) = &report.command {
+        return;
+    }
+    if let Some(headroom) = report.headroom() {
+        text.blank();
+        text.line(headroom);
+    }
+    if let Some(command) = &report.command {
         text.blank();
         text.line(format!("To save it:  {}", style.good(command)));
     } else if let Some(command) = &report.across_workloads {
