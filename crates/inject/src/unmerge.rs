@@ -9,7 +9,7 @@
 //! the call unmerges those. In the second, the kernel doesn't tell merged from fork-shared pages, and our reads would
 //! copy both.
 
-use crate::{Batch, Call, InjectError, InjectionReport, InjectorHandle, Limits};
+use crate::{Batch, Call, Errno, InjectError, InjectionReport, InjectorHandle, Limits};
 use pagefold_engine::relief::UNMERGE_STEP;
 use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
 use pagefold_procmem::Roots;
@@ -142,7 +142,11 @@ pub fn unmark_in_steps(
             injector.run_first(Batch { process, program, calls: std::slice::from_ref(call), limits: &limits })?;
         fault::point("unmarked");
         advance();
-        report.results.extend(done.results);
+        for result in done.results {
+            // Linux before 6.4 doesn't have the prctl, so it has marked no process as a whole.
+            let is_unknown = call.nr == libc::SYS_prctl && result == Err(Errno(libc::EINVAL));
+            report.results.push(if is_unknown { Ok(0) } else { result });
+        }
         report.stops += done.stops;
         report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
         report.total_stop_ns += done.total_stop_ns;
@@ -244,6 +248,9 @@ fn unmark_all(
     longest_stop_ns: &mut u64,
 ) -> Result<(), UnmergeError> {
     let mut why = String::new();
+    if state.marked.is_empty() {
+        state.assume_not_marked_as_a_whole();
+    }
     let mut attempts = ATTEMPTS;
     let end = Instant::now() + RETRY_LIMIT;
     while attempts > 0 {
@@ -266,6 +273,9 @@ fn unmark_all(
             }
         }
         state = MarkState::of(process)?;
+        if is_ended_by(&calls, &report.results) {
+            state.assume_not_marked_as_a_whole();
+        }
     }
     if state.is_marked() { Err(UnmergeError::Left { pid: process.pid(), why }) } else { Ok(()) }
 }
@@ -286,7 +296,8 @@ impl Unmerged {
 /// The marked and merged memory of a process.
 #[derive(Clone, Debug)]
 pub struct MarkState {
-    merge_any: bool,
+    /// `None` if the kernel doesn't say it: then we make the prctl to be sure. It does nothing to other processes.
+    merge_any: Option<bool>,
     pub marked: Vec<(u64, u64)>,
     pub merged_kib: u64,
     /// How much unmarking may copy. Before Linux 6.7 the kernel doesn't show how much is merged, so this is all marked
@@ -322,7 +333,13 @@ impl MarkState {
     }
 
     fn is_marked(&self) -> bool {
-        self.merge_any || !self.marked.is_empty()
+        self.merge_any != Some(false) || !self.marked.is_empty()
+    }
+
+    /// If the kernel doesn't say whether the process is marked as a whole, takes it that it isn't. Such a process has
+    /// marked mappings, its stack at least, until the prctl unmarks it.
+    pub fn assume_not_marked_as_a_whole(&mut self) {
+        self.merge_any.get_or_insert(false);
     }
 
     /// The calls that remove the marks.
@@ -332,26 +349,32 @@ impl MarkState {
             calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
         }
         // The prctl ends the marking of future mappings, but also unmarks all that's left at once. So we only make this
-        // call once no more than a step is left to copy.
-        if self.merge_any && self.copies_kib <= STEP_BYTES / 1024 {
+        // call once no more than a step is left to copy. Pages outside of marked mappings remain merged.
+        let copies_little = self.copies_kib <= STEP_BYTES / 1024 || self.marked.is_empty();
+        if self.merge_any != Some(false) && copies_little {
             calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         }
         calls
     }
 }
 
+/// Whether the prctl among these calls was made, so that the process isn't marked as a whole any more.
+fn is_ended_by(calls: &[Call], results: &[Result<u64, Errno>]) -> bool {
+    calls.iter().zip(results).any(|(call, result)| call.nr == libc::SYS_prctl && result.is_ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> MarkState {
+    fn state(merge_any: Option<bool>, bytes: u64, copies_kib: u64) -> MarkState {
         MarkState { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
     }
 
     #[test]
     fn large_mappings_are_unmarked_in_steps() {
         let lengths = |step| {
-            let calls = state(false, STEP_BYTES + 4096, 0).calls(Bytes(step));
+            let calls = state(Some(false), STEP_BYTES + 4096, 0).calls(Bytes(step));
             calls.iter().map(|call| call.args[1]).collect::<Vec<_>>()
         };
         assert_eq!(lengths(STEP_BYTES), [STEP_BYTES, 4096]);
@@ -364,9 +387,17 @@ mod tests {
             let calls = state.calls(Bytes(STEP_BYTES));
             calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
         };
-        assert_eq!(prctls(state(true, 2 * STEP_BYTES, 2 * STEP_BYTES / 1024)), [false, false]);
-        assert_eq!(prctls(state(true, 2 * STEP_BYTES, STEP_BYTES / 1024)), [false, false, true]);
-        assert_eq!(prctls(state(true, 0, 0)), [true]);
-        assert_eq!(prctls(state(false, 4096, 0)), [false]);
+        // Before Linux 6.14 the kernel doesn't say whether a process is marked as a whole.
+        for merge_any in [Some(true), None] {
+            assert_eq!(prctls(state(merge_any, 2 * STEP_BYTES, 2 * STEP_BYTES / 1024)), [false, false]);
+            assert_eq!(prctls(state(merge_any, 2 * STEP_BYTES, STEP_BYTES / 1024)), [false, false, true]);
+            assert_eq!(prctls(state(merge_any, 0, 0)), [true]);
+            let unmarked = MarkState { marked: Vec::new(), ..state(merge_any, 0, STEP_BYTES) };
+            assert_eq!(prctls(unmarked), [true], "the zero pages aren't in marked mappings");
+        }
+        assert_eq!(prctls(state(Some(false), 4096, 0)), [false]);
+        let mut unmarked = state(None, 4096, 0);
+        unmarked.assume_not_marked_as_a_whole();
+        assert_eq!(prctls(unmarked), [false]);
     }
 }

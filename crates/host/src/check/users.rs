@@ -29,9 +29,9 @@ pub struct KsmUser {
     pub merged_bytes: u64,
     pub metadata_bytes: u64,
     /// Whether the process's memory is marked as a whole, because the process, its parent or its service manager has
-    /// asked the kernel for that.
+    /// asked the kernel for that. `None` before Linux 6.14, which doesn't say it.
     #[serde(skip)]
-    pub is_marked_by_itself: bool,
+    pub is_marked_by_itself: Option<bool>,
 }
 
 /// The processes that use KSM, the largest first. Ends after `limit` with the ones found so far. We don't see processes
@@ -57,8 +57,9 @@ impl KsmUser {
     fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let stat = KsmStat::of(process)?;
         // Until ksmd's next scan, the kernel counts pages as merged that were unmerged with their marks.
-        let has_marks = stat.merge_any || stat.mergeable != Some(false);
-        if !has_marks || stat.items == 0 && stat.merged() == Pages(0) && !stat.merge_any {
+        let is_marked_by_itself = stat.merge_any == Some(true);
+        let has_marks = is_marked_by_itself || stat.mergeable != Some(false);
+        if !has_marks || stat.items == 0 && stat.merged() == Pages(0) && !is_marked_by_itself {
             return Ok(None);
         }
         Ok(Some(Self {

@@ -6,7 +6,7 @@
 use super::turns::{Pass, Turn};
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
-use crate::targets::Marks;
+use crate::targets::{Marks, PendingUnmark};
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
@@ -104,8 +104,9 @@ impl LiveHost {
         let Some(withdrawal) = self.try_to_withdraw(pid, now_ns) else { return Try::Nothing };
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         let Withdrawal { state, calls, report, copied, ran } = withdrawal;
+        self.withdrawing.outcome.stops.extend(report.stops_of(target.owner));
         if calls.is_empty() && ran.is_ok() {
-            target.count_unmerged(state.merged_kib, Pages(0), 0);
+            target.count_unmerged(state.merged_kib, Pages(0), report.longest_stop_ns);
             target.request.done.given_back.0 += copied.bytes().0;
             // The job may have begun earlier, for marks other than the ones that must go now.
             if is_new {
@@ -118,7 +119,6 @@ impl LiveHost {
             pending.was_tried = true;
             pending.left = state.marked_bytes();
         }
-        self.withdrawing.outcome.stops.extend(report.stops_of(target.owner));
         let unmarked = self.report_withdrawn(pid, &state, &calls, &report);
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
@@ -146,8 +146,8 @@ impl LiveHost {
                 target.put_off(now_ns, error.into());
                 return None;
             }
-            let marks = target.pending.as_ref()?.marks;
-            let job = withdraw_job(&target.info.process, marks, injector, &self.rules.roots);
+            let pending = target.pending.as_ref()?;
+            let job = withdraw_job(&target.info.process, pending, injector, &self.rules.roots);
             Job::start(job).wait(PATIENCE)
         };
         match tried {
@@ -209,11 +209,12 @@ impl LiveHost {
 
 fn withdraw_job(
     process: &Arc<Process>,
-    marks: Marks,
+    pending: &PendingUnmark,
     injector: &Injector,
     roots: &Roots,
 ) -> impl FnOnce() -> Result<Withdrawal, ReadError> + Send + 'static {
     let process = process.clone();
+    let PendingUnmark { marks, was_tried, .. } = *pending;
     let roots = roots.clone();
     let injector = injector.handle();
     move || {
@@ -221,14 +222,21 @@ fn withdraw_job(
         // A marking call that we stopped waiting for may still be made. So we first make the injector wait for its end.
         let made =
             injector.run_first(Batch { process: &process, program: &program, calls: &[], limits: &Limits::default() });
-        let state = mark_state(&process, marks)?;
-        let calls = state.calls(step_bytes(&process)?);
+        let mut state = mark_state(&process, marks)?;
+        if state.marked.is_empty() && !was_tried {
+            state.assume_not_marked_as_a_whole();
+        }
+        let mut calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
         if let Err(error) = made {
             return Ok(Withdrawal { state, calls, report, copied: Pages(0), ran: Err(error.into()) });
         }
         let mut copied = Pages(0);
         let mut ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
+        if state.marked.is_empty() && ran.is_ok() && report.results.iter().all(Result::is_ok) {
+            // Nothing was marked, and now nothing is marked as a whole either.
+            calls.clear();
+        }
         if marks == Marks::All && calls.is_empty() {
             match copy_inherited(&process, &roots) {
                 Ok(pages) => copied = pages,
@@ -241,7 +249,7 @@ fn withdraw_job(
 
 /// The marks of a process that we want to remove.
 fn mark_state(process: &Process, marks: Marks) -> Result<MarkState, ReadError> {
-    let details = match marks {
+    let mut details = match marks {
         Marks::Mappings | Marks::All => read_marked(process)?,
         Marks::Excluded => {
             let mut details = read_smaps(process)?;
@@ -249,9 +257,12 @@ fn mark_state(process: &Process, marks: Marks) -> Result<MarkState, ReadError> {
             details
         }
     };
-    let stat = KsmStat::of(process)?;
-    if stat.merge_any && marks < Marks::All {
-        return Ok(MarkState::new(&[], KsmStat { merge_any: false, ..stat }));
+    let mut stat = KsmStat::of(process)?;
+    if marks < Marks::All {
+        if stat.merge_any == Some(true) {
+            details.clear();
+        }
+        stat.merge_any = Some(false);
     }
     Ok(MarkState::new(&details, stat))
 }

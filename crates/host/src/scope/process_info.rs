@@ -9,6 +9,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::image::is_32_bit;
 use pagefold_procmem::ksm_stat::KsmStat;
+use pagefold_procmem::maps::read_marked;
 use pagefold_procmem::process::{Process, ReadError, Stat};
 use pagefold_procmem::status::{Status, program_name};
 use pagefold_text::escape::printable;
@@ -113,7 +114,7 @@ impl ProcessInfo {
     /// Finds out whether the process is running a 32-bit program. May block on the process.
     pub(crate) fn read_width(&mut self) -> Result<(), ReadError> {
         self.is_32_bit = is_32_bit(&self.process, "");
-        self.needs_exec = self.is_32_bit && !KsmStat::of(&self.process)?.merge_any;
+        self.needs_exec = self.is_32_bit && !is_marked_as_a_whole(&self.process)?;
         Ok(())
     }
 
@@ -192,6 +193,15 @@ impl ProcessInfo {
     }
 }
 
+/// Whether all memory of the process is marked, as `pagefold exec` does it.
+fn is_marked_as_a_whole(process: &Process) -> Result<bool, ReadError> {
+    if let Some(marked) = KsmStat::of(process)?.merge_any {
+        return Ok(marked);
+    }
+    // Before Linux 6.14 the kernel doesn't say it, so we look at the stack, which programs don't mark one by one.
+    Ok(read_marked(process)?.iter().any(|detail| detail.vma.name == b"[stack]"))
+}
+
 #[cfg(test)]
 impl ProcessInfo {
     /// This test's process, as if it had this command name and effective user, and no executable.
@@ -208,5 +218,29 @@ impl ProcessInfo {
         }
         info.cgroups = Arc::new(CgroupInfo { path: cgroup.map(str::to_owned), all, ..CgroupInfo::default() });
         info
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// Before Linux 6.14 `ksm_stat` doesn't say whether all memory is marked.
+    #[test]
+    fn a_marked_stack_shows_that_all_memory_is_marked() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("77");
+        fs::create_dir(&at).unwrap();
+        fs::write(at.join("stat"), format!("77 (app) S 1 {}", "0 ".repeat(60))).unwrap();
+        fs::write(at.join("ksm_stat"), "ksm_rmap_items 3\nksm_merging_pages 5\n").unwrap();
+        let process = Process::open_at(dir.path(), 77).unwrap();
+        for (name, flags, expected) in
+            [("[stack]", "rd mg", true), ("[stack]", "rd", false), ("[heap]", "rd mg", false)]
+        {
+            let vma = format!("ff000000-ff021000 rw-p 00000000 00:00 0 {name}\nAnonymous: 8 kB\nVmFlags: {flags} \n");
+            fs::write(at.join("smaps"), vma).unwrap();
+            assert_eq!(is_marked_as_a_whole(&process).unwrap(), expected, "{name} {flags}");
+        }
     }
 }

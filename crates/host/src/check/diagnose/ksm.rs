@@ -146,10 +146,11 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
             "systemctl disable --now ksmtuned",
         );
     }
-    // If pagefold is running, memory that its process hasn't marked itself counts as marked by pagefold.
+    // If pagefold is running, memory that its process hasn't marked itself counts as marked by pagefold. Before Linux
+    // 6.14 the kernel doesn't tell them apart, so we show both.
     let is_running = facts.lock_holder.known().is_some();
     let mut others = users.clone();
-    others.retain(|user| user.is_marked_by_itself || !is_running);
+    others.retain(|user| user.is_marked_by_itself != Some(false) || !is_running);
     if others.is_empty() {
         let Some(pid) = virt_handler(facts) else { return ok("no other program uses KSM") };
         return note(
@@ -158,8 +159,12 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
             "nothing, unless ksmConfiguration is set",
         );
     }
-    let by_itself = others.iter().filter(|user| user.is_marked_by_itself).count();
+    let is_known = others.iter().all(|user| user.is_marked_by_itself.is_some());
+    let by_itself = others.iter().filter(|user| user.is_marked_by_itself == Some(true)).count();
     let who = match others.len() - by_itself {
+        _ if !is_known => {
+            "who marked it: MemoryKSM=, pagefold exec, QEMU for its guests, or pagefold; only Linux 6.14 and later tells"
+        }
         0 => "who marked it: MemoryKSM= in a unit, pagefold exec, or the program itself, each for a whole process",
         others if others == users.len() => {
             "who marked it: QEMU for its guests (mem-merge), or an earlier run of pagefold"
