@@ -14,7 +14,7 @@ use pagefold_engine::relief::UNMERGE_STEP;
 use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
 use pagefold_procmem::Roots;
 use pagefold_procmem::headroom::{Headroom, headroom};
-use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::image::{ProgramId, is_32_bit};
 use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::maps::{VmaDetail, read_marked, read_merged};
@@ -76,6 +76,10 @@ pub enum UnmergeError {
     Locked { pid: i32, name: String },
     #[error("process {pid} ({name}) is still being unmerged")]
     UnderWay { pid: i32, name: String },
+    #[error(
+        "process {pid} runs a 32-bit program, which cannot be unmarked from outside; end it, or start it without pagefold exec"
+    )]
+    Bits32 { pid: i32 },
     /// The kernel refused, or the mappings kept changing.
     #[error("process {pid} could not be unmerged completely: {why}")]
     Left { pid: i32, why: String },
@@ -125,6 +129,10 @@ pub fn unmark_in_steps(
     calls: &[Call],
     report: &mut InjectionReport,
 ) -> Result<(), UnmergeError> {
+    // The injector couldn't make the calls, so we'd copy in vain.
+    if !calls.is_empty() && is_32_bit(process, "") {
+        return Err(UnmergeError::Bits32 { pid: process.pid() });
+    }
     let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);

@@ -5,7 +5,7 @@
 
 use pagefold_engine::random::mix;
 use pagefold_engine::units::Vpn;
-use pagefold_inject::unmerge::{Unmerged, unmerge};
+use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmark_in_steps, unmerge};
 use pagefold_inject::{
     Batch, Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
 };
@@ -251,9 +251,15 @@ fn a_32_bit_program_is_refused_untouched() {
     let pid = child.pid();
     let process = Process::open(pid).unwrap();
     wait_until("it is blocked in pause(2)", || process.stat().is_ok_and(|stat| stat.state == b'S'));
-    let refused = inject(&process, &[Call::madvise(0, 0, MARK)], &Limits::default());
+    let calls = [Call::madvise(0, 0, MARK)];
+    let refused = inject(&process, &calls, &Limits::default());
     let state = process.stat().unwrap().state;
     assert_eq!(refused, Err(InjectError::Compat { pid }));
+    let program = ProgramId::of(&process).unwrap();
+    let injector = injector("worker");
+    let mut report = InjectionReport::default();
+    let unmarked = unmark_in_steps(&process, &program, &injector.handle(), &Roots::default(), &calls, &mut report);
+    assert!(matches!(unmarked, Err(UnmergeError::Bits32 { .. })), "{unmarked:?}");
     assert_eq!(state, b'S');
 }
 

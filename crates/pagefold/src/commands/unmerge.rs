@@ -241,6 +241,7 @@ fn record(audit: &mut Option<Audit>, owners: &BTreeMap<i32, Owner>, processes: &
 fn code_of(error: &UnmergeError) -> u8 {
     match error {
         UnmergeError::Inject(error) => preflight::inject_code(error),
+        UnmergeError::Bits32 { .. } => exit::REFUSED,
         error if error.is_late() => exit::REFUSED,
         UnmergeError::Left { .. }
         | UnmergeError::NoRoom { .. }
