@@ -2,6 +2,9 @@
 
 use super::ProcessInfo;
 use super::dumpable::{Dumpable, WithoutPtrace, id_inside, try_access};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, waitpid};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
@@ -11,6 +14,8 @@ const NO: i32 = 11;
 const UNKNOWN: i32 = 12;
 /// With this the kernel keeps an ID. The child keeps ours if they're the process's: its namespace need not map them.
 const KEEP: u32 = u32::MAX;
+/// The check takes less than a millisecond.
+const LIMIT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Whether others may read the memory of a process in another user namespace. From outside, the kernel's ptrace
 /// check passes just because we own the namespace, and tells us nothing. So a child enters the namespace as the same user
@@ -38,18 +43,24 @@ pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
         // SAFETY: ends the child, without running anything of its parent's.
         unsafe { libc::_exit(end) };
     }
-    let mut status = 0;
-    // SAFETY: `child` is our own, and the kernel writes one int.
-    while child > 0 && unsafe { libc::waitpid(child, &raw mut status, 0) } != child {
-        if std::io::Error::last_os_error().raw_os_error() != Some(libc::EINTR) {
-            return Dumpable::Unknown;
-        }
-    }
-    match (child > 0 && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status)) {
+    match exit_code(child) {
         Some(YES) => Dumpable::Yes,
         Some(NO) => Dumpable::No,
         _ => Dumpable::Unknown,
     }
+}
+
+/// Waits until the child ends, for [`LIMIT`] at most, because the namespace's root can stop it. Then kills it.
+fn exit_code(child: i32) -> Option<i32> {
+    // -1 if we couldn't fork.
+    let child = Pid::from_raw(child.max(0))?;
+    if let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) {
+        let _ = retry_on_intr(|| poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&LIMIT)));
+    }
+    // A child that has ended keeps its exit code.
+    let _ = kill_process(child, Signal::KILL);
+    let (_, status) = retry_on_intr(|| waitpid(Some(child), WaitOptions::empty())).ok()??;
+    status.exit_status()
 }
 
 /// Makes the check in a child. Its memory is a copy of ours, so first we keep the namespace's root from reading it.
@@ -70,5 +81,24 @@ fn check(namespace: &File, user: u32, group: u32, pid: i32) -> i32 {
         // We have all capabilities of this namespace but for ptrace, so the attribute must be the reason.
         Err(libc::EPERM) => NO,
         Err(_) => UNKNOWN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_child_that_was_stopped_is_not_waited_for() {
+        let spawn = |script: &str| {
+            let child = Command::new("sh").args(["-c", script]).spawn().unwrap();
+            i32::try_from(child.id()).unwrap()
+        };
+        let stopped = spawn("kill -STOP $$; exit 10");
+        assert_eq!(exit_code(stopped), None);
+        assert!(!std::path::Path::new(&format!("/proc/{stopped}")).exists(), "it's killed and reaped");
+        assert_eq!(exit_code(spawn("exit 10")), Some(YES));
+        assert_eq!(exit_code(-1), None, "fork failed");
     }
 }
