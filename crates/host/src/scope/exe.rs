@@ -128,8 +128,17 @@ impl Exe {
     /// The executable of a process. `None` for kernel threads and zombies.
     pub fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let Some(path) = exe_of(process)? else { return Ok(None) };
+        let mut trust = OnceLock::new();
         let file = match process.open_with("exe", OFlags::PATH) {
-            Ok(file) => Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?),
+            Ok(file) => match Found::of_file(&file) {
+                Ok(found) => Some(found),
+                // A user's FUSE mount lets nobody else look at its files, not even root (`fuse_getattr`).
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    trust = OnceLock::from(Err(Distrust::Provided));
+                    None
+                }
+                Err(error) => return Err(ReadError::from_io(process.pid(), "exe", error)),
+            },
             // In a test's tree the executable may be missing.
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
@@ -139,7 +148,7 @@ impl Exe {
             Some(file) if is_deleted => place_seen_by(process, file.mount),
             _ => None,
         };
-        Ok(Some(Self { path, file, place, trust: OnceLock::new(), led_here: Arc::default() }))
+        Ok(Some(Self { path, file, place, trust, led_here: Arc::default() }))
     }
 
     pub fn id(&self) -> Option<FileId> {

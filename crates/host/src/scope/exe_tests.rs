@@ -1,4 +1,5 @@
 use super::*;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
 /// An executable file of this name in a directory.
@@ -251,4 +252,35 @@ fn mounts_that_have_not_changed_are_not_read_again() {
     let mut mounts = Mounts::open().unwrap();
     assert!(!mounts.text.is_empty());
     assert!((0..10).any(|_| !mounts.refresh().unwrap()));
+}
+
+/// A user's FUSE mount, as AppImages and rootless containers have it, without a server: nobody asks it.
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn a_file_that_root_cannot_look_at_is_provided() {
+    let directory = tempfile::tempdir().unwrap();
+    let process = directory.path().join("77");
+    let mount = directory.path().join("mount");
+    fs::create_dir(&process).unwrap();
+    fs::create_dir(&mount).unwrap();
+    fs::write(process.join("stat"), format!("77 (app) S 1 {}", "0 ".repeat(60))).unwrap();
+    symlink(&mount, process.join("exe")).unwrap();
+    let root = directory.path().to_owned();
+    let found = std::thread::spawn(move || {
+        let server = File::options().read(true).write(true).open("/dev/fuse").ok()?;
+        let options = format!("fd={},rootmode=40000,user_id=1000,group_id=1000", server.as_raw_fd());
+        let options = std::ffi::CString::new(options).unwrap();
+        let path = std::ffi::CString::new(mount.as_os_str().as_bytes()).unwrap();
+        // SAFETY: the calls read these strings only. The mount is in this thread's namespace, and ends with it.
+        let is_mounted = unsafe {
+            let private = libc::MS_REC | libc::MS_PRIVATE;
+            libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), private, std::ptr::null()) == 0
+                && libc::mount(c"test".as_ptr(), path.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast()) == 0
+        };
+        is_mounted.then(|| Exe::of(&Process::open_at(&root, 77).unwrap()))
+    });
+    let Some(found) = found.join().unwrap() else { return pagefold_testkit::skip_unsupported("cannot mount FUSE") };
+    let exe = found.unwrap().unwrap();
+    assert_eq!((exe.id(), exe.trust()), (None, Err(&Distrust::Provided)));
 }
