@@ -56,6 +56,14 @@ impl ReadError {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
     }
 
+    /// Whether we, or all processes together, have too many files open.
+    pub fn is_for_lack_of_files(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)),
+            _ => false,
+        }
+    }
+
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();
         match source.raw_os_error() {

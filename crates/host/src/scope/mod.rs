@@ -93,7 +93,8 @@ pub enum ScopeError {
     Empty,
     #[error("there is no process {0}")]
     UnknownPid(i32),
-    /// A selected process exists, but we can't read the facts that decide on it.
+    /// A selected process exists, but we can't read the facts that decide on it; or we have too many files open to read
+    /// any process.
     #[error("process {pid} cannot be read: {source}")]
     Unreadable { pid: i32, source: ReadError },
     #[error("there is no user {0}")]

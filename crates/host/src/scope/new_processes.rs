@@ -47,7 +47,8 @@ pub struct NewProcesses {
     outside: HashMap<i32, u64>,
     /// Processes of `outside` that we first examined after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
-    /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many.
+    /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many; and
+    /// ones that we had too many files open to examine.
     turned_away: HashSet<i32>,
     /// Processes of `outside` that we had no time to examine, and the order in which we'll do so.
     postponed: HashMap<i32, usize>,
@@ -168,11 +169,19 @@ impl NewProcesses {
         });
         let mut found = Vec::new();
         let mut postponed = HashMap::new();
+        let mut unexamined = Vec::new();
         for (at, pid) in candidates.into_iter().enumerate() {
             if at > 0 && began.elapsed() >= self.most && !selection.is_named(pid) {
                 postponed.insert(pid, at);
-            } else {
-                found.extend(selection.find(pid)?);
+                continue;
+            }
+            match selection.find(pid) {
+                Err(ScopeError::Unreadable { source, .. })
+                    if source.is_for_lack_of_files() && !selection.is_named(pid) =>
+                {
+                    unexamined.push(pid);
+                }
+                examined => found.extend(examined?),
             }
         }
         let is_first_seen = |pid: &&i32| !self.outside.contains_key(pid) || self.postponed.contains_key(pid);
@@ -181,6 +190,7 @@ impl NewProcesses {
         self.unsettled = !postponed.is_empty() || outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
         // A full pass finds them again if they're still in scope, and then our caller decides about them.
         self.turned_away.retain(|pid| !full && outside.contains_key(pid));
+        self.turned_away.extend(unexamined);
         self.outside = outside;
         self.last_pid = last_pid;
         self.listed_ns = now_ns;

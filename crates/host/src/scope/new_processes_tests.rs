@@ -162,3 +162,31 @@ fn a_call_examines_only_as_many_processes_as_it_has_time_for() {
     assert_eq!(machine.find(0), [20, 21, 22], "its caller hasn't taken them");
     assert!(machine.new_processes.has_examined_all());
 }
+
+/// In a child of its own, because the limit applies to all threads of a process.
+#[test]
+fn processes_that_we_have_no_files_left_for_are_counted() {
+    const PROCESSES: i32 = 50;
+    let machine = Machine::new(false);
+    for pid in 20..20 + PROCESSES {
+        machine.start(pid, "/bin/meant");
+    }
+    let result = machine.tree.roots.proc.join("result");
+    let _child = pagefold_testkit::Forked::start(|| {
+        let all = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        for most in 8..1000 {
+            let limit = rustix::process::Rlimit { current: Some(most), ..all };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+            let mut new_processes = NewProcesses::new(&machine.tree.roots);
+            let found = new_processes.find(0, &machine.spec, &machine.tree.roots, |_| false);
+            let turned_away = new_processes.turned_away();
+            let found = found.map_or(0, |found| found.len());
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, all).unwrap();
+            if found > 0 {
+                fs::write(&result, format!("{}", found + turned_away)).unwrap();
+                return;
+            }
+        }
+    });
+    assert_eq!(fs::read_to_string(result).unwrap(), PROCESSES.to_string());
+}

@@ -109,7 +109,9 @@ impl Selection {
         match self.examine(pid) {
             Ok(found) => Ok(found),
             Err(ReadError::Vanished { .. }) if self.is_named(pid) => Err(ScopeError::UnknownPid(pid)),
-            Err(source) if self.is_named(pid) => Err(ScopeError::Unreadable { pid, source }),
+            Err(source) if self.is_named(pid) || source.is_for_lack_of_files() => {
+                Err(ScopeError::Unreadable { pid, source })
+            }
             // The process has just ended, or is hidden (proc mounted with hidepid).
             Err(_) => Ok(None),
         }
