@@ -286,11 +286,13 @@ fn cgroup_share(text: &[u8]) -> Option<Share> {
 }
 
 /// How many levels of a cgroup's path are usually made by root: slices and the unit or container in them, a container
-/// below its manager's name, or a container of a pod.
+/// below its manager's name, or a container of a pod. A user has one slice for all sessions, and can begin many.
 fn roots_levels(line: &[u8]) -> usize {
     let mut names = line.split(|&byte| byte == b'/').skip(1);
-    if names.clone().next() == Some(b"kubepods") {
-        return 4;
+    match names.clone().next() {
+        Some(b"kubepods") => return 4,
+        Some(b"user.slice") => return 2,
+        _ => {}
     }
     let slices = names.position(|name| !name.ends_with(b".slice")).unwrap_or(0);
     2.max(slices + 1)
@@ -451,6 +453,8 @@ mod tests {
         for (one, other) in [
             ("/system.slice/lxc.service", "/system.slice/lxc.service/a/b"),
             ("/user.slice/user-7.slice/user@7.service/a", "/user.slice/user-7.slice/user@7.service/b"),
+            ("/user.slice/user-7.slice/user@7.service/a", "/user.slice/user-7.slice/session-1.scope"),
+            ("/user.slice/user-7.slice/session-1.scope", "/user.slice/user-7.slice/session-2.scope"),
             ("/docker/1/a", "/docker/1/b"),
             ("/kubepods/burstable/pod1/2/a", "/kubepods/burstable/pod1/2/b"),
         ] {
@@ -461,9 +465,10 @@ mod tests {
             ["/a.slice/b.service", "/a.slice/c.service", "/docker/1", "/docker/2", "/kubepods/burstable/pod1/2"];
         let mut shares = others.map(of).to_vec();
         shares.extend([in_pod("cri-2.scope"), in_pod("cri-3.scope"), of("/kubepods/burstable/pod2/2")]);
+        shares.extend([of("/user.slice/user-7.slice/session-1.scope"), of("/user.slice/user-8.slice/session-1.scope")]);
         shares.sort_unstable();
         shares.dedup();
-        assert_eq!(shares.len(), 8);
+        assert_eq!(shares.len(), 10);
         assert_eq!(of("/"), None);
     }
 
