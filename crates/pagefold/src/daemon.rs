@@ -277,7 +277,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             self.progress.say(&line);
         }
         for line in self.rooms.of_limits(reserve, take_back, |limit| self.backend.limited_path(limit)) {
-            self.progress.say_of_programs(&line);
+            self.progress.say_of_limits(&line);
         }
     }
 

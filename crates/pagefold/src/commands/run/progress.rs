@@ -28,6 +28,8 @@ pub struct Progress {
     /// How many more processes we've left alone than the list has.
     pub left_alone_more: u64,
     messages: MessageLimit,
+    /// Many messages about programs must not hide the ones about memory limits, which we don't repeat.
+    limits: MessageLimit,
 }
 
 impl Progress {
@@ -38,6 +40,7 @@ impl Progress {
             left_alone: Vec::new(),
             left_alone_more: 0,
             messages: MessageLimit::new(Instant::now()),
+            limits: MessageLimit::new(Instant::now()),
         }
     }
 
@@ -60,12 +63,22 @@ impl Progress {
 
     /// Prints a message that other programs can cause, unless there are too many such messages.
     pub fn say_of_programs(&mut self, line: &str) {
-        if let Some(unprinted) = self.messages.admit(Instant::now()) {
-            if unprinted > 0 {
-                self.say(&format!("{unprinted} more messages about programs were not printed; see pagefold status"));
-            }
-            self.say(line);
+        let admitted = self.messages.admit(Instant::now());
+        self.say_admitted(line, "programs", admitted);
+    }
+
+    /// Like [`Self::say_of_programs`], for messages about the memory limits of cgroups.
+    pub fn say_of_limits(&mut self, line: &str) {
+        let admitted = self.limits.admit(Instant::now());
+        self.say_admitted(line, "limits", admitted);
+    }
+
+    fn say_admitted(&self, line: &str, of: &str, admitted: Option<u64>) {
+        let Some(unprinted) = admitted else { return };
+        if unprinted > 0 {
+            self.say(&format!("{unprinted} more messages about {of} were not printed; see pagefold status"));
         }
+        self.say(line);
     }
 
     /// Reports processes or guests that we leave alone, unless we've reported them for the same reason before: one line
@@ -146,6 +159,8 @@ mod tests {
         assert_eq!(progress.left_alone_more, 8_000);
         let printed = 9_000 - progress.messages.unprinted;
         assert!(printed <= 101 + began.elapsed().as_secs(), "{printed} lines");
+        progress.say_of_limits("not enough headroom");
+        assert_eq!(progress.limits.unprinted, 0);
     }
 
     #[test]
