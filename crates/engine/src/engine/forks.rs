@@ -40,6 +40,9 @@ struct Family {
     processes: u64,
     /// The process in which we read the shared pages.
     reader: OwnerKey,
+    /// The process that we saw last, and when we saw the last region of any other, nanoseconds.
+    youngest: OwnerKey,
+    others_seen_ns: u64,
     /// Whether we may merge all members. If one of them keeps the frame, merging the others saves nothing.
     is_ours: bool,
     /// Whether processes outside the family map most of its shared pages, too.
@@ -59,10 +62,14 @@ impl Family {
         let largest = regions.iter().map(|region| region.view.pages).max()?;
         let large = regions.iter().filter(|region| 2 * region.view.pages.0 >= largest.0);
         let reader = large.min_by_key(|region| region.view.key)?.view.owner;
+        let youngest = regions.iter().max_by_key(|region| region.seen_ns)?.view.owner;
+        let others = regions.iter().filter(|region| region.view.owner != youngest);
+        let others_seen_ns = others.map(|region| region.seen_ns).max()?;
         let domain = regions[0].view.domain;
         let may_be_merged = regions.iter().all(|region| region.hold.may_sample() && region.view.domain == domain);
         let is_ours = may_be_merged && members.len() <= MEMBERS_MOST;
-        Some(Self { members, processes: count(owners.len()), reader, is_ours, has_outsiders: false })
+        let processes = count(owners.len());
+        Some(Self { members, processes, reader, youngest, others_seen_ns, is_ours, has_outsiders: false })
     }
 }
 
@@ -176,19 +183,9 @@ impl Engine {
     /// Whether a region is a child's that was forked within this time, nanoseconds, and the only one so young of its
     /// family: a process that's writing a snapshot is alone, while workers that may write all they share are several.
     pub(super) fn is_only_young_child(&self, region: &Region, within_ns: u64) -> bool {
-        let is_young = |region: &Region| self.snapshot.now_ns < region.seen_ns + within_ns;
-        let Some(members) = self.families.members(region) else { return false };
-        let mut has_parent = false;
-        for &slot in members {
-            let Some(other) = self.table.get(slot).filter(|other| other.view.owner != region.view.owner) else {
-                continue;
-            };
-            if is_young(other) {
-                return false;
-            }
-            has_parent = true;
-        }
-        has_parent && is_young(region)
+        let is_young = |seen_ns| self.snapshot.now_ns < seen_ns + within_ns;
+        let Some(family) = self.families.get(region) else { return false };
+        region.view.owner == family.youngest && is_young(region.seen_ns) && !is_young(family.others_seen_ns)
     }
 
     /// The older relative of a new region with the most merged pages, which the new region maps, too. `None` also if
@@ -411,6 +408,7 @@ mod tests {
     use crate::marking::extents::Extent;
     use crate::region::Event;
     use crate::region::test_view;
+    use std::time::{Duration, Instant};
 
     /// Three processes of one lineage and one of another, with a region each.
     fn engine(change: impl Fn(&mut RegionView)) -> Engine {
@@ -464,5 +462,40 @@ mod tests {
         // The first worker has loaded the data, and forked the second.
         let by_worker = [Fork::Relative, Fork::First, Fork::Relative, Fork::Alone];
         assert_eq!(forks(|view| view.pages.0 = if view.owner == OwnerKey(1) { 10 } else { 90 }), by_worker);
+    }
+
+    /// A child splits its inherited memory into many regions.
+    #[test]
+    fn the_only_young_child_is_found_in_little_time() {
+        const MAPPINGS: u64 = 200;
+        const REGIONS: u64 = 500;
+        let mut views = Vec::new();
+        for mapping in 0..MAPPINGS {
+            let first = mapping * 2 * REGIONS;
+            views.push((1, first, REGIONS));
+            views.extend((first..first + REGIONS).map(|page| (2, page, 1)));
+        }
+        let views: Vec<RegionView> = (0..)
+            .zip(views)
+            .map(|(key, (owner, first, pages))| RegionView {
+                owner: OwnerKey(owner),
+                lineage: LineageKey(7),
+                ..test_view(key, first, pages)
+            })
+            .collect();
+        let mut engine = Engine::new(Config::default());
+        engine.table.update(&views, 5, |view| Region::new(view, u64::from(view.owner.0) * 10, false, 5));
+        engine.find_relatives();
+        let mut young_at = |now_ns| {
+            engine.snapshot.now_ns = now_ns;
+            let before = Instant::now();
+            let young = engine.regions().filter(|region| engine.is_only_young_child(region, 15)).count();
+            let took = before.elapsed();
+            assert!(took < Duration::from_millis(25), "{took:?}");
+            count(young)
+        };
+        assert_eq!(young_at(20), 0, "its parent is as young");
+        assert_eq!(young_at(25), MAPPINGS * REGIONS);
+        assert_eq!(young_at(35), 0);
     }
 }
