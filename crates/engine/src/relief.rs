@@ -501,6 +501,10 @@ impl Survey {
         by_frame.sort_unstable();
         let mut by_size: Vec<&[(u32, u64)]> = by_part.chunk_by(|a, b| a.0 == b.0).collect();
         by_size.sort_by_key(|pages| (Reverse(pages.len()), self.part(pages[0].0).part));
+        let mut held: FxHashMap<u64, u64> = FxHashMap::default();
+        for &(_, frame) in &by_part {
+            *held.entry(frame).or_default() += 1;
+        }
         let mut choice = Choice {
             survey: self,
             by_part: &by_part,
@@ -508,11 +512,12 @@ impl Survey {
             budget,
             full: FxHashSet::default(),
             taken: BTreeSet::new(),
-            free: FxHashSet::default(),
+            held,
+            free: Pages(0),
             compared: 0,
         };
         for pages in by_size {
-            while !choice.taken.contains(&pages[0].0) && Pages(count(choice.free.len())) < lacking {
+            while !choice.taken.contains(&pages[0].0) && choice.free < lacking {
                 let together = choice.sharing(pages);
                 if together.is_empty() || choice.compared >= COMPARED_MOST {
                     break;
@@ -522,7 +527,7 @@ impl Survey {
         }
         let parts: BTreeSet<Part> = choice.taken.into_iter().map(|part| self.part(part).part).collect();
         chosen.extend(parts);
-        Pages(count(choice.free.len()))
+        choice.free
     }
 
     fn part(&self, number: u32) -> &FoundPart {
@@ -559,7 +564,9 @@ struct Choice<'a> {
     /// Processes without room for the copies that they'd need. Frames that they map can't come free.
     full: FxHashSet<OwnerKey>,
     taken: BTreeSet<u32>,
-    free: FxHashSet<u64>,
+    /// How many pages of parts that we haven't taken map each frame, and how many frames nobody maps any more.
+    held: FxHashMap<u64, u64>,
+    free: Pages,
     compared: usize,
 }
 
@@ -588,13 +595,15 @@ impl Choice<'_> {
             }
         }
         self.budget = rest;
-        self.taken.extend(together);
         for &part in together {
-            for frame in distinct(equal_to(self.by_part, part)) {
-                let sharers = equal_to(self.by_frame, frame);
-                self.compared += sharers.len();
-                if sharers.iter().all(|(_, part)| self.taken.contains(part)) {
-                    self.free.insert(frame);
+            if !self.taken.insert(part) {
+                continue;
+            }
+            for (_, frame) in equal_to(self.by_part, part) {
+                let Some(held) = self.held.get_mut(frame) else { continue };
+                *held -= 1;
+                if *held == 0 {
+                    self.free += Pages(1);
                 }
             }
         }
@@ -659,6 +668,7 @@ mod tests {
     use crate::region::test_view;
     use crate::units::Permyriad;
     use std::sync::LazyLock;
+    use std::time::{Duration, Instant};
 
     const S: u64 = 1_000_000_000;
 
@@ -871,6 +881,28 @@ mod tests {
         let found = relief.record(charged(&table), &shared, budget(&limits, u64::MAX), Keep::Auto, S + LASTS_MOST_NS);
         let others = found.unwrap().others;
         assert_eq!(others.iter().map(|part| part.region.0).collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn many_parts_that_share_frames_are_chosen_in_little_time() {
+        const SHARERS: u32 = 2_000;
+        const FRAMES: u64 = 64;
+        let mut table = RegionTable::default();
+        let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(FRAMES), ..test_view(key, 0, FRAMES) };
+        let views: Vec<_> = (1..=SHARERS).map(view).collect();
+        table.update(&views, 1, |view| Region::new(view, 0, false, 1));
+        mark_all(&mut table);
+        let shares: Vec<_> = (1..=SHARERS).map(|key| (key, 0, FRAMES, true)).collect();
+        let view = limit(130, 100);
+        let mut relief = Relief::default();
+        relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+        while !relief.inspect().0.is_empty() {}
+        let before = Instant::now();
+        let budget = budget(std::slice::from_ref(&view), u64::MAX);
+        let found = relief.record(charged(&table), &samples(&shares), budget, Keep::Share(Permyriad(1_000)), S);
+        let took = before.elapsed();
+        assert_eq!(count(found.unwrap().others.len()), u64::from(SHARERS) - 1, "all but the cgroup's own");
+        assert!(took < Duration::from_secs(1), "{took:?}");
     }
 
     #[test]
