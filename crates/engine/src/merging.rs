@@ -222,10 +222,14 @@ impl ScanScheduler {
             if scan.kicked && ksm.busy {
                 return ScanOrder::Keep;
             }
-            if !scan.kicked && ksm.full_scans <= scan.full_scans {
+            if !scan.kicked && ksm.full_scans == scan.full_scans {
                 return if inputs.hold { ScanOrder::Rest } else { self.pace(inputs) };
             }
             self.finish(inputs);
+            if ksm.full_scans < scan.full_scans {
+                // Somebody has set `run` to 2 and back to 1: nothing is merged any more, and ksmd counts from 0.
+                self.request(inputs.marked);
+            }
         }
         if self.due == 0 {
             return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
@@ -538,6 +542,25 @@ mod tests {
         assert_eq!(fixture.order(true), ScanOrder::Keep, "that was only the end of an earlier scan");
         fixture.finish_scan(0);
         assert_eq!(fixture.order(true), ScanOrder::Rest);
+    }
+
+    #[test]
+    fn all_gets_two_scans_after_somebody_has_unmerged_it() {
+        for governor in [Governor::Full, Governor::Low] {
+            let mut fixture = Fixture::new();
+            fixture.pace = governor.pace();
+            fixture.ksm.full_scans = 57;
+            fixture.scheduler.request(Pages(1000));
+            let begun = fixture.order(true);
+            fixture.ksm.full_scans = 0;
+            fixture.ksm.busy = false;
+            fixture.order(true);
+            fixture.finish_scan(0);
+            fixture.order(true);
+            assert!(fixture.scheduler.is_busy(), "{begun:?}");
+            fixture.finish_scan(900);
+            assert_eq!(fixture.order(true), ScanOrder::Rest, "{begun:?}");
+        }
     }
 
     #[test]
