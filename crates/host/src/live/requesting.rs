@@ -7,6 +7,7 @@
 //! other marks ([`super::withdrawing`]).
 
 use super::LiveHost;
+use super::turns::{Pass, comes_last};
 use crate::regions::List;
 use crate::scope::exclude::withdrawal;
 use pagefold_engine::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
@@ -29,6 +30,10 @@ use std::time::Duration;
 const CHECK_NS: u64 = 10_000_000;
 /// A job has at most this many pages, which take some 50 ms.
 const JOB_PAGES: u32 = 16_384;
+/// Once a pass over the pairs of processes is over, we only try pairs with this many pages: merging those takes as long
+/// as the checks before it, up to a millisecond. If we left out relatives by fork, the others' merges would save
+/// nothing.
+const MANY_PAGES: u32 = 256;
 /// How long we wait for a job that doesn't sleep.
 const COMPUTING_MOST: Duration = LIMIT;
 /// How long we wait for a process's mmap lock, which the process can keep for any time.
@@ -187,11 +192,16 @@ impl LiveHost {
                 None => outcome.merges.push(untried(range)),
             }
         }
+        let mut in_turn: Vec<(Pair, Vec<MergeRange>)> = by_pair.into_iter().collect();
+        in_turn.sort_by_cached_key(|(pair, _)| self.targets.get(&pair.take).is_some_and(comes_last));
         let mut checks = BTreeMap::new();
-        for (pair, ranges) in by_pair {
-            let mut in_vain = false;
+        let mut pass = Pass::begin();
+        for (pair, ranges) in in_turn {
+            let origin = self.targets.get(&pair.take).map(|target| target.origin).unwrap_or_default();
+            let pages: u32 = ranges.iter().map(|range| range.take.pages).sum();
+            let mut is_skipped = pages < MANY_PAGES && pass.is_over();
             for job in jobs(&ranges) {
-                if in_vain {
+                if is_skipped {
                     outcome.merges.extend(job.iter().map(untried));
                     continue;
                 }
@@ -199,10 +209,11 @@ impl LiveHost {
                 if let Err(merging) = self.merge_pair(&device, pair, &job, &mut checks, &mut outcome.merges) {
                     outcome.merges.extend(job.iter().map(|&range| MergeResult { range, merging }));
                 }
-                in_vain = outcome.merges[begun..]
+                is_skipped = outcome.merges[begun..]
                     .iter()
                     .all(|result| matches!(result.merging, Merging::Differs | Merging::Untried));
             }
+            pass.charge(origin);
         }
     }
 
