@@ -597,13 +597,14 @@ mod tests {
             fs::write(dir.join(file), bytes.to_string()).unwrap();
         }
         let mut limits = CgroupLimits::default();
-        limits.assign(root.path(), &dir, OwnerKey(1));
+        let members = || Members::from([((dir.as_path(), root.path()), vec![OwnerKey(1)])]);
+        limits.assign(members());
         limits.count_forgotten(&dir, Pages(25));
         read_all(&mut limits, 1);
         let left = |limits: &CgroupLimits| limits.limits().iter().map(|view| view.left).collect::<Vec<_>>();
         assert_eq!(left(&limits), [Pages(35)]);
         limits.forget_owners();
-        limits.assign(root.path(), &dir, OwnerKey(1));
+        limits.assign(members());
         assert_eq!(left(&limits), [Pages(60)]);
     }
 
