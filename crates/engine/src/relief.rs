@@ -895,7 +895,7 @@ mod tests {
         let shares: Vec<_> = (1..=SHARERS).map(|key| (key, 0, FRAMES, true)).collect();
         let view = limit(130, 100);
         let mut relief = Relief::default();
-        relief.begin(&view, Pages(1), &table, &Waiting::default(), S);
+        relief.begin(&view, Pages(1), false, &table, &Waiting::default(), S);
         while !relief.inspect().0.is_empty() {}
         let before = Instant::now();
         let budget = budget(std::slice::from_ref(&view), u64::MAX);
