@@ -29,6 +29,7 @@ use self::requesting::Requesting;
 use self::withdrawing::Withdrawing;
 use crate::judge::{ProgramHistory, ScopeRules};
 use crate::marked::{self, MarkedPrograms};
+use crate::os::raise_descriptor_limit;
 use crate::outsiders::Member;
 use crate::sampling::{CountedProcess, HashMode, RegionRead, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
@@ -57,7 +58,6 @@ use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::pressure::PressureError;
 use pagefold_procmem::process::ReadError;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -624,14 +624,6 @@ fn by_number(mut scope: ScopeSpec) -> ScopeSpec {
         }
     }
     scope
-}
-
-/// Raises the soft limit of open files to the hard limit: we hold three files of each target open, four if we merge its
-/// pages on request, and three more for the targets read most recently. The default of 1024 exists for programs that
-/// use select(2).
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Sleeps until this thread handles a signal. A signal between the check of the stop flag and the sleep doesn't end the

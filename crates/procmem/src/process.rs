@@ -49,6 +49,11 @@ pub enum ReadError {
     Io { pid: i32, file: String, source: io::Error },
 }
 
+/// Whether we, or all processes together, have too many files open.
+pub fn is_for_lack_of_files(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
 impl ReadError {
     /// Whether the read didn't return in time, or we didn't even try because an earlier read of this process hasn't
     /// returned.
@@ -58,10 +63,7 @@ impl ReadError {
 
     /// Whether we, or all processes together, have too many files open.
     pub fn is_for_lack_of_files(&self) -> bool {
-        match self {
-            Self::Io { source, .. } => matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)),
-            _ => false,
-        }
+        matches!(self, Self::Io { source, .. } if is_for_lack_of_files(source))
     }
 
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {

@@ -241,6 +241,8 @@ impl LiveHost {
                 Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
                     spec.0.retain(|selector| *selector != Selector::Pid(pid));
                 }
+                // Our targets hold all files that we may open. We go on without new ones.
+                Err(error) if error.is_for_lack_of_files() => break Vec::new(),
                 Err(error) => return Err(error.into()),
             }
         };

@@ -90,6 +90,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
+    #[allow(clippy::zombie_processes)] // `exit_code` waits for them.
     fn a_child_that_was_stopped_is_not_waited_for() {
         let spawn = |script: &str| {
             let child = Command::new("sh").args(["-c", script]).spawn().unwrap();

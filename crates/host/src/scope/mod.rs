@@ -32,8 +32,9 @@ pub use process_info::{CgroupInfo, ProcessInfo};
 pub(crate) use selection::{Selection, cgroups_of};
 pub use selector::{Matcher, Selector, user_id};
 
+use crate::os::raise_descriptor_limit;
 use pagefold_procmem::Roots;
-use pagefold_procmem::process::{Process, ProcessKey, ReadError};
+use pagefold_procmem::process::{Process, ProcessKey, ReadError, is_for_lack_of_files};
 use std::collections::BTreeSet;
 use std::io;
 use thiserror::Error;
@@ -116,6 +117,17 @@ pub enum ScopeError {
     Io { path: String, source: io::Error },
 }
 
+impl ScopeError {
+    /// Whether we, or all processes together, have too many files open.
+    pub fn is_for_lack_of_files(&self) -> bool {
+        match self {
+            Self::Unreadable { source, .. } => source.is_for_lack_of_files(),
+            Self::Io { source, .. } => is_for_lack_of_files(source),
+            _ => false,
+        }
+    }
+}
+
 /// Finds the processes in scope, by ascending pid, and others that match by name only ([`ProcessInfo::distrust`]).
 ///
 /// # Errors
@@ -174,6 +186,7 @@ pub fn own_pid() -> i32 {
 }
 
 fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
+    raise_descriptor_limit();
     let found = selection.resolve(|pid| !left_out.contains(&pid))?;
     if found.iter().any(|info| info.distrust.is_none()) {
         return Ok(found);

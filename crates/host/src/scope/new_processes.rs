@@ -176,11 +176,7 @@ impl NewProcesses {
                 continue;
             }
             match selection.find(pid) {
-                Err(ScopeError::Unreadable { source, .. })
-                    if source.is_for_lack_of_files() && !selection.is_named(pid) =>
-                {
-                    unexamined.push(pid);
-                }
+                Err(error) if error.is_for_lack_of_files() && !selection.is_named(pid) => unexamined.push(pid),
                 examined => found.extend(examined?),
             }
         }

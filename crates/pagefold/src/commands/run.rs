@@ -137,6 +137,11 @@ fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Resul
             }
             return Ok(Vec::new());
         }
+        // The run leaves out whatever it can't open.
+        Err(error) if error.is_for_lack_of_files() => {
+            complain!("{}", explain(&error));
+            return Ok(Vec::new());
+        }
         found => found.map_err(|error| explain(&error))?,
     };
     let mut left_alone = Vec::new();

@@ -166,6 +166,9 @@ fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
         ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: check with ps"),
         ScopeError::Unreadable { source: ReadError::Denied { .. }, .. } => (exit::NOT_PERMITTED, "run as root"),
+        error if error.is_for_lack_of_files() => {
+            (exit::FAILURE, "raise the hard limit of open files (ulimit -Hn, LimitNOFILE=)")
+        }
         ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
         ScopeError::NoCgroup(name) if is_unit(name) => {
