@@ -22,9 +22,8 @@ impl Engine {
             if sample.active && region.shows_activity() {
                 region.usage.active.insert(sample.page);
             }
-            if sample.lone || sample.huge {
-                // It needn't be this process that has written the page: the other sharers have written theirs, or
-                // khugepaged has copied the page into a huge one.
+            if sample.lone {
+                // This process hasn't written the page: the other sharers have written theirs.
                 region.usage.cow_breaks.forget_page(sample.page);
             }
             if sample.node.is_some() {
@@ -231,45 +230,6 @@ impl Engine {
         } else if region.life.is_surveyed() {
             region.survey.tally.found += stands_for;
             region.survey.tally.copies += stands_for;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::Config;
-    use crate::host::Snapshot;
-    use crate::region::test_view;
-
-    #[test]
-    fn pages_that_khugepaged_collapses_are_not_broken() {
-        const DATA: Digest = Digest(7 << 16);
-        for huge in [true, false] {
-            let view = test_view(1, 0, 100);
-            let mut engine = Engine::new(Config::default());
-            engine.plan(Snapshot { regions: vec![view], ..Snapshot::default() });
-            engine.snapshot.now_ns = 10_000_000_000;
-            let mut samples = Samples::default();
-            for page in (0..100).map(Vpn) {
-                for region in engine.table.iter_mut() {
-                    region.usage.cow_breaks.record_merged(page, 0, 0, DATA);
-                }
-                samples.pages.push(PageSample {
-                    region: view.key,
-                    page,
-                    state: PageState::Private,
-                    huge,
-                    digest: DATA,
-                    active: false,
-                    lone: false,
-                    outsiders: false,
-                    node: None,
-                });
-            }
-            engine.record_samples(&samples);
-            let breaks = &engine.regions().next().unwrap().usage.cow_breaks;
-            assert_eq!((breaks.observed(), breaks.rate() > 0), (0, !huge));
         }
     }
 }
