@@ -29,8 +29,9 @@
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
 //! a process outside the limit has had memory that may be merged: otherwise each restart of such processes would lift
 //! the bound. A process that was outside only until it was moved below the limit doesn't count. When the exception
-//! ends, more may be merged below the limit than the sum allows, and processes outside could map all of these pages. So
-//! with ksmd we unmerge them before it goes on. On request, processes outside get none of them.
+//! ends, more may be merged below the limit than the sum allows, and processes outside could map all of these pages. On
+//! request, processes outside get none of them. With ksmd no process outside is merged until they're unmerged, which we
+//! do once there's something to merge outside.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -67,6 +68,8 @@ struct LimitRoom {
     is_shared: bool,
     /// Whether more was merged below this limit than fits, while it applied to every process in scope.
     is_overfull: bool,
+    /// Whether to unmerge that, because there's something to merge outside.
+    is_to_be_emptied: bool,
 }
 
 impl LimitRoom {
@@ -82,6 +85,10 @@ impl LimitRoom {
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
+    /// Limits that applied to every process in scope when we last looked.
+    covering: FxHashSet<LimitKey>,
+    /// Overfull limits that bar processes outside from being marked.
+    bars: Vec<LimitKey>,
     /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
     /// no such limits.
     read_ns: Option<u64>,
@@ -107,14 +114,20 @@ impl Headroom {
         inherited: &FxHashMap<OwnerKey, Pages>,
     ) {
         let before = std::mem::take(&mut self.limits);
+        let covering = std::mem::take(&mut self.covering);
         self.of_owner.clear();
+        self.bars.clear();
         self.lends = false;
         self.read_ns = None;
         let held_by_all: Pages = mergeable.values().copied().sum();
         for view in limits {
             let known = before.get(&view.key).copied();
             let was_shared = known.is_some_and(|room| room.is_shared);
-            if !was_shared && covers(view, mergeable) || total > Pages(0) && view.limit >= total {
+            if total > Pages(0) && view.limit >= total {
+                continue;
+            }
+            if !was_shared && covers(view, mergeable) {
+                self.covering.insert(view.key);
                 continue;
             }
             let held = sum_of(mergeable, view);
@@ -137,7 +150,9 @@ impl Headroom {
                 over: over.unwrap_or_default(),
                 kept,
                 is_shared,
-                is_overfull: known.map_or(!is_shared, |room| room.is_overfull) && over.unwrap_or_default() > Pages(0),
+                is_overfull: known.map_or(covering.contains(&view.key), |room| room.is_overfull)
+                    && over.is_none_or(|over| over > Pages(0)),
+                is_to_be_emptied: known.is_some_and(|room| room.is_to_be_emptied),
             };
             let room = match known {
                 // What we've used up since we read the limit stays used up.
@@ -162,6 +177,11 @@ impl Headroom {
     /// The limit that leaves these processes the least headroom, and how many pages of each we may still merge. `None`:
     /// any number.
     pub fn of_each(&self, owners: &[OwnerKey]) -> Option<(LimitKey, Pages)> {
+        for &key in &self.bars {
+            if owners.iter().any(|&owner| !self.is_below(owner, key)) {
+                return Some((key, Pages(0)));
+            }
+        }
         let mut least: Option<(LimitKey, Pages)> = None;
         for (key, processes) in self.count(owners) {
             let Some(room) = self.limits.get(&key) else { continue };
@@ -215,16 +235,40 @@ impl Headroom {
         }
     }
 
-    /// Whether more was merged below this limit than fits, while it applied to every process in scope.
-    pub fn is_overfull(&self, key: LimitKey) -> bool {
-        self.limits.get(&key).is_some_and(|room| room.is_overfull)
+    /// The limit below which more was merged than fits, while it applied to every process in scope, and that doesn't
+    /// apply to this process: ksmd could have it map all of these pages.
+    pub fn keeps_out(&self, owner: OwnerKey) -> Option<LimitKey> {
+        let mut overfull = self.limits.iter().filter(|(_, room)| room.is_overfull);
+        overfull.find_map(|(&key, _)| (!self.is_below(owner, key)).then_some(key))
     }
 
-    /// Whether a process must not map another's merged pages, because there are more of them below a limit than fit.
-    pub fn keeps_out(&self, owner: OwnerKey, of: OwnerKey) -> bool {
-        let Some(keys) = self.of_owner.get(&of) else { return false };
-        let own = self.of_owner.get(&owner);
-        keys.iter().any(|key| self.is_overfull(*key) && !own.is_some_and(|own| own.contains(key)))
+    /// Whether a limit keeps a process from mapping another's merged pages (see [`Self::keeps_out`]).
+    pub fn keeps_apart(&self, owner: OwnerKey, of: OwnerKey) -> bool {
+        self.keeps_out(owner).is_some_and(|key| self.is_below(of, key))
+    }
+
+    fn is_below(&self, owner: OwnerKey, key: LimitKey) -> bool {
+        self.of_owner.get(&owner).is_some_and(|keys| keys.contains(&key))
+    }
+
+    /// Leaves processes without headroom that an overfull limit keeps out, if ksmd merges whatever is marked.
+    pub fn bar(&mut self, by_marks: bool) {
+        if by_marks {
+            let overfull = self.limits.iter().filter(|(_, room)| room.is_overfull);
+            self.bars = overfull.map(|(&key, _)| key).collect();
+        }
+    }
+
+    /// Notes that we have to unmerge what is too much below a limit. Returns whether that's new.
+    pub fn empty(&mut self, key: LimitKey) -> bool {
+        let Some(room) = self.limits.get_mut(&key) else { return false };
+        room.is_shared = true;
+        !std::mem::replace(&mut room.is_to_be_emptied, true)
+    }
+
+    /// Whether to unmerge what is too much below a limit.
+    pub fn is_to_be_emptied(&self, key: LimitKey) -> bool {
+        self.limits.get(&key).is_some_and(|room| room.is_overfull && room.is_to_be_emptied)
     }
 
     /// The limits that we'd exceed if all pages that may be merged were charged there for ever, and by how much, the

@@ -164,7 +164,7 @@ type Turn = (OwnerKey, RegionKey, Vpn);
 struct Survey {
     limit: LimitKey,
     /// Whether to unmerge all of the cgroup's memory if others could map too much of it.
-    is_overfull: bool,
+    empties: bool,
     began_ns: u64,
     members: FxHashSet<OwnerKey>,
     /// The pages that we still have to look up: of the cgroup's processes, and of others.
@@ -249,6 +249,11 @@ impl Relief {
         self.kept.take()
     }
 
+    /// Forgets what surveys for a limit have found, so that the next one is due now.
+    pub fn forget(&mut self, limit: LimitKey) {
+        self.looked.remove(&limit);
+    }
+
     /// Called if something that we chose can't be unmarked now. Merging has to wait for new surveys of all limits,
     /// because we don't know for which of them we chose it.
     pub fn miss(&mut self) {
@@ -266,13 +271,13 @@ impl Relief {
         now_ns >= last.at_ns + if self.is_wanted(view, over) { PAUSE_NS } else { last.pause_ns }
     }
 
-    /// Begins to look up who maps a cgroup's charged pages. `is_overfull`: more was merged below the limit than fits if
-    /// others map it, and it's all to be unmerged if they could.
+    /// Begins to look up who maps a cgroup's charged pages. `empties`: if others could map too many of them, unmerges
+    /// all of the cgroup's own memory.
     pub fn begin(
         &mut self,
         view: &LimitView,
         over: Pages,
-        is_overfull: bool,
+        empties: bool,
         table: &RegionTable,
         waiting: &Waiting,
         now_ns: u64,
@@ -300,7 +305,7 @@ impl Relief {
         }
         self.survey = Some(Survey {
             limit: view.key,
-            is_overfull,
+            empties,
             began_ns: now_ns,
             members,
             own,
@@ -469,7 +474,7 @@ impl Survey {
         let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
         let charged = Pages(count(self.frames.len())) + self.unseen;
-        if self.is_overfull && without_merging + charged + cushion(reserve) > limit {
+        if self.empties && without_merging + charged + cushion(reserve) > limit {
             for region in own.marked.iter().filter(|region| region.is_ours) {
                 relieved.own.push(region.place);
             }

@@ -60,6 +60,11 @@ impl Engine {
             |region: &Region| if self.is_only_young_child(region, FORK_NS) { mergeable_in(region) } else { Pages(0) };
         let inherited = by_owner(&self.table, limits, inherited_in);
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
+        let by_marks = self.carrier().by_marks;
+        self.room.headroom.bar(by_marks);
+        if by_marks {
+            self.empty_overfull_limits();
+        }
         self.look_for_relief();
         let mut is_merging = self.judge_full_again();
         is_merging |= self.ksmd.scheduler.is_busy() || self.table.iter().any(|region| region.life.is_worth_marking());
@@ -67,6 +72,18 @@ impl Engine {
             self.room.headroom.lend(true);
             let is_wanted = self.judge_full_again();
             self.room.headroom.lend(is_wanted);
+        }
+    }
+
+    /// If a process that a limit keeps out has something to merge, or has memory that may be merged already, has what is
+    /// too much below that limit unmerged.
+    fn empty_overfull_limits(&mut self) {
+        for region in self.table.iter() {
+            let Some(key) = self.room.headroom.keeps_out(region.view.owner) else { continue };
+            let wants = region.hold.full == Some(key) || self.planner().mergeable(region) > Pages(0);
+            if wants && self.room.headroom.empty(key) {
+                self.room.relief.forget(key);
+            }
         }
     }
 
@@ -105,8 +122,8 @@ impl Engine {
             self.room.needs_relief |= self.room.relief.is_wanted(view, over);
             if !self.ksmd.marker.unmarking.is_giving_room() && self.room.relief.is_due(view, over, *now_ns) {
                 let waiting = self.ksmd.marker.unmarking.waiting();
-                let is_overfull = self.room.headroom.is_overfull(key);
-                self.room.relief.begin(view, over, is_overfull, &self.table, &waiting, *now_ns);
+                let empties = self.room.headroom.is_to_be_emptied(key);
+                self.room.relief.begin(view, over, empties, &self.table, &waiting, *now_ns);
             }
         }
     }

@@ -129,7 +129,7 @@ impl Engine {
     fn ask(&mut self, take: IndexedPage, keep: IndexedPage, digest: Digest, needs_merged: bool) -> bool {
         let owner_of = |page: IndexedPage| self.table.get(page.location.slot).map(|region| region.view.owner);
         let (Some(owner), Some(of)) = (owner_of(take), owner_of(keep)) else { return false };
-        !self.room.headroom.keeps_out(owner, of) && self.requests.add(take, keep, digest, needs_merged)
+        !self.room.headroom.keeps_apart(owner, of) && self.requests.add(take, keep, digest, needs_merged)
     }
 
     /// Which of two equal pages the kernel should keep.
