@@ -256,7 +256,7 @@ fn unmark_all(
     longest_stop_ns: &mut u64,
 ) -> Result<(), UnmergeError> {
     let mut why = String::new();
-    if state.marked.is_empty() {
+    if state.shows_no_marks() {
         state.assume_not_marked_as_a_whole();
     }
     let mut attempts = ATTEMPTS;
@@ -311,6 +311,8 @@ pub struct MarkState {
     /// How much unmarking may copy. Before Linux 6.7 the kernel doesn't show how much is merged, so this is all marked
     /// memory.
     copies_kib: u64,
+    /// Whether ksmd keeps records of its pages: they are or were marked.
+    is_known_to_ksmd: bool,
 }
 
 impl MarkState {
@@ -333,6 +335,7 @@ impl MarkState {
             marked,
             merged_kib: merged_kib.saturating_add(stat.zero_kib),
             copies_kib: copies_kib.saturating_add(stat.zero_kib),
+            is_known_to_ksmd: stat.items > 0,
         }
     }
 
@@ -344,8 +347,13 @@ impl MarkState {
         self.merge_any != Some(false) || !self.marked.is_empty()
     }
 
-    /// If the kernel doesn't say whether the process is marked as a whole, takes it that it isn't. Such a process has
-    /// marked mappings, its stack at least, until the prctl unmarks it.
+    /// Whether nothing speaks for marks. A process that was marked as a whole may have no marked mappings any more, if
+    /// we unmarked them and didn't get to the prctl.
+    pub fn shows_no_marks(&self) -> bool {
+        self.marked.is_empty() && !self.is_known_to_ksmd
+    }
+
+    /// If the kernel doesn't say whether the process is marked as a whole, takes it that it isn't.
     pub fn assume_not_marked_as_a_whole(&mut self) {
         self.merge_any.get_or_insert(false);
     }
@@ -367,7 +375,7 @@ impl MarkState {
 }
 
 /// Whether the prctl among these calls was made, so that the process isn't marked as a whole any more.
-fn is_ended_by(calls: &[Call], results: &[Result<u64, Errno>]) -> bool {
+pub fn is_ended_by(calls: &[Call], results: &[Result<u64, Errno>]) -> bool {
     calls.iter().zip(results).any(|(call, result)| call.nr == libc::SYS_prctl && result.is_ok())
 }
 
@@ -376,7 +384,8 @@ mod tests {
     use super::*;
 
     fn state(merge_any: Option<bool>, bytes: u64, copies_kib: u64) -> MarkState {
-        MarkState { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
+        let marked = vec![(0x1000, 0x1000 + bytes)];
+        MarkState { merge_any, marked, merged_kib: 0, copies_kib, is_known_to_ksmd: false }
     }
 
     #[test]
@@ -404,6 +413,9 @@ mod tests {
             assert_eq!(prctls(unmarked), [true], "the zero pages aren't in marked mappings");
         }
         assert_eq!(prctls(state(Some(false), 4096, 0)), [false]);
+        // What ksmd knows may have been unmarked but for the prctl.
+        let unmarked = MarkState { marked: Vec::new(), ..state(None, 0, 0) };
+        assert!(unmarked.shows_no_marks() && !MarkState { is_known_to_ksmd: true, ..unmarked }.shows_no_marks());
         let mut unmarked = state(None, 4096, 0);
         unmarked.assume_not_marked_as_a_whole();
         assert_eq!(prctls(unmarked), [false]);

@@ -10,7 +10,7 @@ use crate::targets::{Marks, PendingUnmark};
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
-use pagefold_inject::unmerge::{MarkState, UnmergeError, copy_inherited, step_bytes, unmark_in_steps};
+use pagefold_inject::unmerge::{MarkState, UnmergeError, copy_inherited, is_ended_by, step_bytes, unmark_in_steps};
 use pagefold_inject::{Batch, Call, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
@@ -117,6 +117,7 @@ impl LiveHost {
         }
         if let Some(pending) = &mut target.pending {
             pending.was_tried = true;
+            pending.is_ended = is_ended_by(&calls, &report.results);
             pending.left = state.marked_bytes();
         }
         let unmarked = self.report_withdrawn(pid, &state, &calls, &report);
@@ -214,7 +215,7 @@ fn withdraw_job(
     roots: &Roots,
 ) -> impl FnOnce() -> Result<Withdrawal, ReadError> + Send + 'static {
     let process = process.clone();
-    let PendingUnmark { marks, was_tried, .. } = *pending;
+    let PendingUnmark { marks, was_tried, is_ended, .. } = *pending;
     let roots = roots.clone();
     let injector = injector.handle();
     move || {
@@ -223,20 +224,16 @@ fn withdraw_job(
         let made =
             injector.run_first(Batch { process: &process, program: &program, calls: &[], limits: &Limits::default() });
         let mut state = mark_state(&process, marks)?;
-        if state.marked.is_empty() && !was_tried {
+        if is_ended || !was_tried && state.shows_no_marks() {
             state.assume_not_marked_as_a_whole();
         }
-        let mut calls = state.calls(step_bytes(&process)?);
+        let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
         if let Err(error) = made {
             return Ok(Withdrawal { state, calls, report, copied: Pages(0), ran: Err(error.into()) });
         }
         let mut copied = Pages(0);
         let mut ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
-        if state.marked.is_empty() && ran.is_ok() && report.results.iter().all(Result::is_ok) {
-            // Nothing was marked, and now nothing is marked as a whole either.
-            calls.clear();
-        }
         if marks == Marks::All && calls.is_empty() {
             match copy_inherited(&process, &roots) {
                 Ok(pages) => copied = pages,

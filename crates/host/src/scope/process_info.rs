@@ -193,13 +193,14 @@ impl ProcessInfo {
     }
 }
 
-/// Whether all memory of the process is marked, as `pagefold exec` does it.
+/// Whether all memory of a 32-bit process is marked, as `pagefold exec` does it.
 fn is_marked_as_a_whole(process: &Process) -> Result<bool, ReadError> {
     if let Some(marked) = KsmStat::of(process)?.merge_any {
         return Ok(marked);
     }
-    // Before Linux 6.14 the kernel doesn't say it, so we look at the stack, which programs don't mark one by one.
-    Ok(read_marked(process)?.iter().any(|detail| detail.vma.name == b"[stack]"))
+    // Before Linux 6.14 the kernel doesn't say it, so we look at the code, which programs don't mark one by one. The
+    // kernel marks no stack that an exec sets up.
+    Ok(read_marked(process)?.iter().any(|detail| detail.vma.perms.exec && detail.vma.inode != 0))
 }
 
 #[cfg(test)]
@@ -228,19 +229,20 @@ mod tests {
 
     /// Before Linux 6.14 `ksm_stat` doesn't say whether all memory is marked.
     #[test]
-    fn a_marked_stack_shows_that_all_memory_is_marked() {
+    fn marked_code_shows_that_all_memory_is_marked() {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("77");
         fs::create_dir(&at).unwrap();
         fs::write(at.join("stat"), format!("77 (app) S 1 {}", "0 ".repeat(60))).unwrap();
         fs::write(at.join("ksm_stat"), "ksm_rmap_items 3\nksm_merging_pages 5\n").unwrap();
         let process = Process::open_at(dir.path(), 77).unwrap();
-        for (name, flags, expected) in
-            [("[stack]", "rd mg", true), ("[stack]", "rd", false), ("[heap]", "rd mg", false)]
-        {
-            let vma = format!("ff000000-ff021000 rw-p 00000000 00:00 0 {name}\nAnonymous: 8 kB\nVmFlags: {flags} \n");
-            fs::write(at.join("smaps"), vma).unwrap();
-            assert_eq!(is_marked_as_a_whole(&process).unwrap(), expected, "{name} {flags}");
+        for (code, heap, expected) in [("mg", "mg", true), ("", "mg", false), ("", "", false)] {
+            let smaps = format!(
+                "08048000-08049000 r-xp 00000000 08:01 77 /bin/app\nAnonymous: 0 kB\nVmFlags: rd ex {code} \n\
+                 ff000000-ff021000 rw-p 00000000 00:00 0 [heap]\nAnonymous: 8 kB\nVmFlags: rd wr {heap} \n"
+            );
+            fs::write(at.join("smaps"), smaps).unwrap();
+            assert_eq!(is_marked_as_a_whole(&process).unwrap(), expected, "{code} {heap}");
         }
     }
 }

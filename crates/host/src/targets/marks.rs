@@ -41,6 +41,8 @@ pub struct PendingUnmark {
     pub(crate) merged_kib: Option<u64>,
     /// Whether we've tried to remove them. We make no new marks on any process before the first try.
     pub(crate) was_tried: bool,
+    /// Whether the last try has ended the marking of the process as a whole.
+    pub(crate) is_ended: bool,
     pub(crate) next_ns: u64,
     pause_ns: u64,
     /// How many tries in a row have removed all marks that they found.
@@ -56,6 +58,7 @@ impl PendingUnmark {
             problem: None,
             merged_kib: None,
             was_tried: false,
+            is_ended: false,
             next_ns: 0,
             pause_ns: PAUSE_NS,
             passes: 0,
