@@ -105,6 +105,8 @@ fn ksm_in_use_is_left_alone() {
     let at = stage.paths.proc_root.join("77");
     std::fs::create_dir_all(&at).unwrap();
     std::fs::write(at.join("stat"), "77 (ksmtuned) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n").unwrap();
+    let status = "Tgid:\t77\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n";
+    std::fs::write(at.join("status"), status).unwrap();
     let by = other_driver(&stage.ksm(), &stage.paths.proc_root).unwrap();
     assert_eq!(by, Some(OtherDriver::Program { name: "ksmtuned".into(), pid: 77 }));
 }

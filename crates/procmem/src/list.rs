@@ -1,9 +1,9 @@
 //! Lists processes.
 
 use super::process::{Process, ReadError};
-use crate::image::effective_user;
 use crate::os::fault;
 use crate::os::peer::is_trusted;
+use crate::status::Status;
 use std::path::Path;
 
 /// The pids under a mount of procfs, in directory order.
@@ -14,17 +14,16 @@ pub fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadE
 }
 
 /// The processes of root, or of the user that runs us, whose command name is one of `names`, by pid. Anybody can give a
-/// process a name, but others can't write KSM's settings.
+/// process a name, also a set-user-ID program that waits for a password, but others can't write KSM's settings.
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
     let mut found: Vec<(i32, String)> = Vec::new();
     for pid in pids(proc_root)? {
         // We skip processes that have just ended.
         let Ok(process) = Process::open_at(proc_root, pid) else { continue };
         let Ok(stat) = process.stat() else { continue };
-        if !effective_user(&process).is_ok_and(is_trusted) {
-            continue;
-        }
-        if let Some(name) = names.iter().find(|name| name.as_bytes() == stat.comm) {
+        let Some(name) = names.iter().find(|name| name.as_bytes() == stat.comm) else { continue };
+        let Ok(Status { uids, .. }) = Status::of(&process) else { continue };
+        if uids.into_iter().all(is_trusted) {
             found.push((pid, (*name).to_owned()));
         }
     }
@@ -37,19 +36,15 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(not(feature = "live"), ignore = "needs root")]
     fn other_users_processes_are_not_found_by_their_names() {
-        if !pagefold_testkit::is_root() {
-            return pagefold_testkit::skip("changing a file's owner needs root");
-        }
         let dir = tempfile::tempdir().unwrap();
-        for pid in [76, 77] {
+        for (pid, uids) in [(75, "1000\t1000\t1000\t1000"), (76, "1000\t0\t0\t0"), (77, "0\t0\t0\t0")] {
             let process = dir.path().join(pid.to_string());
             std::fs::create_dir(&process).unwrap();
-            let numbers = "0 ".repeat(60);
-            std::fs::write(process.join("stat"), format!("{pid} (ksmtuned) S 1 {numbers}")).unwrap();
+            std::fs::write(process.join("stat"), format!("{pid} (ksmtuned) S 1 {}", "0 ".repeat(60))).unwrap();
+            let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t{uids}\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
+            std::fs::write(process.join("status"), status).unwrap();
         }
-        std::os::unix::fs::chown(dir.path().join("76"), Some(65534), None).unwrap();
         assert_eq!(programs_named(dir.path(), &["ksmtuned"]).unwrap(), [(77, "ksmtuned".to_owned())]);
     }
 }

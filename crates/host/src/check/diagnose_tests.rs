@@ -135,6 +135,8 @@ fn other_programs_that_use_ksm_are_found() {
         std::fs::create_dir(roots.proc.join("77")).unwrap();
         write(&roots.proc.join("77/stat"), &format!("77 ({name}) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n"));
         write(&roots.proc.join("77/ksm_stat"), ksm_stat);
+        let status = "Tgid:\t77\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n";
+        write(&roots.proc.join("77/status"), status);
     };
     let programs = |name: &str, ksm_stat: &str| found(|_, roots| add(roots, name, ksm_stat));
     assert_eq!(programs("ksmtuned", ""), [("programs", Severity::Blocker)]);
