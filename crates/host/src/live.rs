@@ -513,7 +513,7 @@ impl Host for LiveHost {
         let injector = self.actuator.as_ref().map(Actuator::injector_cost).unwrap_or_default();
         let cost = self.cost.read(injector);
         self.placing.refresh(now_ns, &self.targets, self.rules.domains.names());
-        self.limits.refresh(now_ns, &self.targets);
+        self.limits.refresh(now_ns, &self.targets, self.mechanism() == Mechanism::Ksmd);
         let mut memory = self.machine.memory;
         memory.swap_free = self.limits.swap_left().map_or(memory.swap_free, |left| left.min(memory.swap_free));
         Ok(Snapshot {

@@ -375,7 +375,8 @@ impl Target {
     /// Forgets the process's mappings and regions, and why we left its memory alone.
     fn forget_memory(&mut self) {
         self.exclusion = None;
-        self.regions.clear();
+        let regions = std::mem::take(&mut self.regions);
+        self.marks.note_forgotten(&regions);
         self.forget_survey();
     }
 }

@@ -127,7 +127,15 @@ impl LiveHost {
         if self.targets.contains_key(&pid) {
             return None;
         }
-        let process = Arc::new(Process::open_at(&self.rules.roots.proc, pid).ok()?);
+        let process = match Process::open_at(&self.rules.roots.proc, pid) {
+            Ok(process) => Arc::new(process),
+            Err(error) => {
+                if error.is_for_lack_of_files() {
+                    self.forks.refused.push(pid);
+                }
+                return None;
+            }
+        };
         if !process.stat().ok()?.only_forked {
             return None;
         }

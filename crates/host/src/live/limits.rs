@@ -150,7 +150,7 @@ type Members<'a> = BTreeMap<(&'a Path, &'a Path), Vec<OwnerKey>>;
 impl CgroupLimits {
     /// Reads the limits again if it's time. We read the limits of a new process at once, so that we don't take it for
     /// an unlimited one.
-    pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
+    pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>, by_marks: bool) {
         let is_pass = self.is_due(now_ns);
         let before_ns = thread_cpu_ns();
         if is_pass {
@@ -162,13 +162,15 @@ impl CgroupLimits {
         for target in targets.values() {
             // A target without regions has nothing to merge, and we may not know its cgroups yet. A target that we
             // leave alone for a time keeps its regions as long as it keeps its marks.
-            let is_counted = !target.regions.is_empty() || target.forgotten() > Pages(0);
+            // On request, only a small part of what is named may be merged.
+            let merged = if by_marks { target.forgotten() } else { Pages(0) };
+            let is_counted = !target.regions.is_empty() || merged > Pages(0);
             if is_counted && self.owners.insert(target.owner) {
                 has_new = true;
                 self.has_unplaced |= target.limiting().is_empty();
                 for (mount, dir) in target.limiting() {
                     members.entry((dir, mount)).or_default().push(target.owner);
-                    *forgotten.entry(dir).or_default() += target.forgotten();
+                    *forgotten.entry(dir).or_default() += merged;
                 }
             }
         }
@@ -453,7 +455,7 @@ mod tests {
                     limits.note_merging(ms * 1_000_000);
                 }
                 let before = limits.passed_ns;
-                limits.refresh(ms * 1_000_000, &targets);
+                limits.refresh(ms * 1_000_000, &targets, true);
                 limits.cost_wait_ns = 0;
                 passes += u32::from(limits.passed_ns != before);
             }
@@ -669,7 +671,7 @@ mod tests {
         assert_eq!(limits.groups[&slow].read_ns, second << 20);
         limits.passed_ns = Some(0);
         limits.cost_wait_ns = 0;
-        limits.refresh(9 * second, &BTreeMap::new());
+        limits.refresh(9 * second, &BTreeMap::new(), true);
         assert!(limits.cost_wait_ns <= PASS_LATEST_NS);
     }
 
