@@ -31,6 +31,7 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::{Bytes, Vpn, index};
 use pagefold_ksm::request::DEVICE;
+use pagefold_procmem::headroom::total_of;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
 use pagefold_procmem::numa::owner_view;
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -173,7 +174,8 @@ fn scan(args: &ScanArgs) -> Result<ScanReport> {
     }
     // On request, the copies stay where there's headroom.
     if !Path::new(DEVICE).exists() {
-        report.without_headroom_bytes = without_headroom(&savable).0;
+        let memory = total_of(Path::new("/proc")).context("cannot read /proc/meminfo")?;
+        report.without_headroom_bytes = without_headroom(&savable, memory).0;
     }
     report.is_host = is_host;
     report.command = advice::command(&report, &scope, &args.deny);

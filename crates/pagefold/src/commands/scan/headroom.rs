@@ -6,8 +6,8 @@ use pagefold_procmem::headroom::limits_of;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The least part of a limit that a run leaves free: a twentieth.
-const RESERVE_PART: u64 = 20;
+/// The least part of a limit that a run leaves free: half of the least reserve.
+const FREE_PART: u64 = 40;
 
 /// The savable memory of one process, and the cgroups that may limit it.
 pub struct Savable<'a> {
@@ -15,8 +15,9 @@ pub struct Savable<'a> {
     pub cgroups: Vec<&'a Path>,
 }
 
-/// How much of the savable memory has no headroom, at least. A limit on all of it needs none.
-pub fn without_headroom(processes: &[Savable<'_>]) -> Bytes {
+/// How much of the savable memory has no headroom, at least, on a machine with `memory`. A limit on all of it needs
+/// none, and neither does one that's above the machine's memory.
+pub fn without_headroom(processes: &[Savable<'_>], memory: Bytes) -> Bytes {
     let mut below: BTreeMap<&Path, u64> = BTreeMap::new();
     let mut all = 0;
     for Savable { bytes, cgroups } in processes {
@@ -32,8 +33,8 @@ pub fn without_headroom(processes: &[Savable<'_>]) -> Bytes {
         let counted_below = counted.remove(cgroup).unwrap_or_default();
         let mut lacking = counted_below;
         if bytes > 0 && bytes < all {
-            if let Ok(Some(limits)) = limits_of(cgroup) {
-                let room = limits.of_all.left.0.saturating_sub(limits.of_all.limit.0 / RESERVE_PART);
+            if let Some(limits) = limits_of(cgroup).ok().flatten().filter(|limits| limits.of_all.limit < memory) {
+                let room = limits.of_all.left.0.saturating_sub(limits.of_all.limit.0 / FREE_PART);
                 lacking = lacking.max(bytes.saturating_sub(room));
             }
         }
@@ -56,20 +57,21 @@ mod tests {
     fn memory_beyond_limits_counts_once() {
         let root = tempfile::tempdir().unwrap();
         let paths = ["a", "a/1", "a/2", "b"].map(|path| root.path().join(path));
-        for (path, left) in paths.iter().zip([60, 10, 1_000, 1_000]) {
+        for (path, left) in paths.iter().zip([60, 10, 1_000, 10]) {
             fs::create_dir_all(path).unwrap();
-            fs::write(path.join("memory.max"), (2_000 * MIB).to_string()).unwrap();
-            fs::write(path.join("memory.current"), ((1_900 - left) * MIB).to_string()).unwrap();
+            let limit = if path.ends_with("b") { 9_000 } else { 2_000 };
+            fs::write(path.join("memory.max"), (limit * MIB).to_string()).unwrap();
+            fs::write(path.join("memory.current"), ((limit * 39 / 40 - left) * MIB).to_string()).unwrap();
             fs::write(path.join("memory.stat"), "").unwrap();
         }
         let [a, first, second, b] = paths.each_ref().map(PathBuf::as_path);
         let process = |mib: u64, cgroups| Savable { bytes: Bytes(mib * MIB), cgroups };
         let mut processes = vec![process(50, vec![first, a]), process(30, vec![second, a])];
-        assert_eq!(without_headroom(&processes[..1]), Bytes(0), "the limit applies to everything");
+        assert_eq!(without_headroom(&processes[..1], Bytes(8_000 * MIB)), Bytes(0), "the limit applies to everything");
         processes.push(process(70, vec![b]));
         // 40 MiB don't fit in a/1. Below a, 60 of 80 MiB fit, so these 40 are enough.
-        assert_eq!(without_headroom(&processes), Bytes(40 * MIB));
+        assert_eq!(without_headroom(&processes, Bytes(8_000 * MIB)), Bytes(40 * MIB));
         processes.push(process(40, vec![second, a]));
-        assert_eq!(without_headroom(&processes), Bytes(60 * MIB), "of 120 MiB below a, 60 fit");
+        assert_eq!(without_headroom(&processes, Bytes(8_000 * MIB)), Bytes(60 * MIB), "of 120 MiB below a, 60 fit");
     }
 }

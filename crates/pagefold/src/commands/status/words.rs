@@ -177,8 +177,7 @@ fn kept_out(status: &Status) -> Option<String> {
 fn turned_away(status: &Status) -> Option<String> {
     let processes = status.programs.left_alone_for(TOO_MANY);
     let more = count(processes, "more process", "more processes");
-    (processes > 0)
-        .then(|| format!("{more} in scope: there are too many of one user or cgroup, or for the limit of open files"))
+    (processes > 0).then(|| format!("{more} left out: too many of one user or cgroup, or of the daemon's open files"))
 }
 
 /// The number of trust domains, and which of them ksmd merges. `None` if there's only one, and we don't leave it alone.
