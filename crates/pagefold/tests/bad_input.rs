@@ -55,19 +55,9 @@ fn bad_arguments_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
-    for (options, says) in [
-        (&["--for=-3s"][..], "--for"),
-        (&["--for"], "--for"),
-        (&["--governor", "turbo"], "choose full, medium, low, quiet or auto"),
-        (&["--top-share", "0"], "it must be from 0.2 % to 100 %"),
-        (&["--no-such-flag"], "--no-such-flag"),
-    ] {
-        assert_fails(&[&["run", "--pid", &pid], options].concat(), 2, says);
-    }
-    for pid in ["--pid=-1", "--pid=99999999999", "--pid="] {
-        assert_fails(&["run", pid], 2, "--pid");
-        assert_fails(&["unmerge", pid], 2, "--pid");
-    }
+    assert_fails(&["run", "--pid", &pid, "--for=-3s"], 2, "--for");
+    assert_fails(&["run", "--pid=-1"], 2, "--pid");
+    assert_fails(&["unmerge", "--pid=-1"], 2, "--pid");
     ksm.assert_restored();
     assert_unmarked(&[idle.pid()]);
 }

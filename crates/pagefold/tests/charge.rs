@@ -18,6 +18,12 @@ const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
 /// The least that we must save, in percent of what an oracle could save that chooses for each page whose copy stays.
 /// ksmd keeps the copy of whoever was marked last, so the first one's headroom is never used.
 const SAVED_PERCENT: u64 = 45;
+/// The first round is a setup that people have reported: containers with so many MiB below this limit, and what we must
+/// save there. At most two thirds can be saved.
+const REPORTED_COUNT: u64 = 3;
+const REPORTED_MIB: u64 = 60;
+const REPORTED_LIMIT_MIB: u64 = REPORTED_MIB * 140 / 100;
+const REPORTED_SAVED_PERCENT: u64 = 60;
 
 /// What happens to the daemon before the programs write.
 #[derive(Clone, Copy, Debug)]
@@ -82,8 +88,11 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
         2 => Fate::Killed,
         _ => Fate::Alive,
     };
-    let (count, mib) = (3 + random.below(2), 24 + random.below(25));
-    let limit_mib = mib * (125 + random.below(51)) / 100 + BESIDES;
+    let (mut count, mut mib) = (3 + random.below(2), 24 + random.below(25));
+    let mut limit_mib = mib * (125 + random.below(51)) / 100 + BESIDES;
+    if number == 0 {
+        (count, mib, limit_mib) = (REPORTED_COUNT, REPORTED_MIB, REPORTED_LIMIT_MIB);
+    }
     let mut programs = Vec::new();
     for _ in 0..count {
         programs.push(Contained::start(mib, limit_mib)?);
@@ -157,7 +166,8 @@ fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
     let mut random = Random::new(0x00c4_a6e0);
     for number in 0..rounds {
         let Some(saved) = round(&ksm, number, &mut random) else { return };
-        assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");
+        let least = if number == 0 { REPORTED_SAVED_PERCENT } else { SAVED_PERCENT };
+        assert!(saved >= least, "round {number}: {saved} %");
     }
 }
 

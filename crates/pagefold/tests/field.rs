@@ -9,14 +9,14 @@
 //! | `families` | prefork servers: masters with workers |
 //! | `runtimes` | programs whose runtime manages their memory: Java, Python, Go and JavaScript |
 //! | `servers` | databases, search servers and job runners |
-//! | `hosts` | memory limits, and swap |
-//! | `figures` | what we say is saved, and who else uses KSM |
+//! | `hosts` | swap |
+//! | `figures` | how much we say is saved |
 //! | `selection` | programs that are hard to find, to ask or to merge |
 //!
 //! Where a test names issues, people have reported the setup there.
 //!
-//! 32-bit programs, upgraded programs beside strangers' ones, and processes that are left alone are in
-//! `tests/selection.rs`.
+//! 32-bit programs, upgraded programs beside strangers' ones, programs with 40,000 mappings, others that use KSM, and
+//! processes that are left alone are in `tests/selection.rs`. Memory limits of containers are in `tests/charge.rs`.
 
 #[path = "field/families.rs"]
 mod families;

@@ -310,16 +310,6 @@ fn no_client_keeps_the_run_or_other_clients_from_anything() {
     let share = (cpu_seconds() - before) / began.elapsed().as_secs_f64();
     println!("{answers} answers in 5 s took {:.2} % of a core", share * 100.0);
     assert!(answers <= 260 && share < 0.1, "{answers}, {share}");
-
-    for (request, begins) in [
-        (&b"GET / HTTP/1.1\r\n\r\n"[..], "HTTP/1.1 404 "),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 405 "),
-        (b"\x16\x03\x01\x02\0\n\n", "HTTP/1.1 400 "),
-        (b"HEAD /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 200 "),
-    ] {
-        let answer = ask(port, request);
-        assert!(answer.starts_with(begins), "{answer}");
-    }
     drop(held);
     assert_eq!(daemon.stop()["knobs_restored"], true);
     ksm.assert_restored();

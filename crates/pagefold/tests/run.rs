@@ -243,54 +243,34 @@ fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doc
 }
 
 #[test]
-fn a_process_that_starts_later_is_matched_by_its_name() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let exe = ProgramCopy::unique();
-    let spec = spec(32, 8, 5);
-    let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--for", "300s"]);
-    wait_until_begun();
-    std::thread::sleep(Duration::from_secs(1));
-    let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
-    wait_for_saving(32 * MIB);
-    let summary = daemon.stop();
-    assert_eq!(summary["processes"], 2);
-    // The base name also matches and, for undoing, so does a file that others can change.
-    let name = exe.file_name().unwrap().to_str().unwrap();
-    std::fs::set_permissions(&*exe, PermissionsExt::from_mode(0o777)).unwrap();
-    assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by users other than root");
-    succeed(&["unmerge", "--exe", name]);
-    give_back(&ksm, &mut tenants);
-}
-
-#[test]
-fn a_process_that_starts_later_is_matched_by_its_cgroup() {
+fn a_process_that_starts_later_is_matched_by_its_cgroup_or_its_name() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
         return skip_unsupported("no control groups are mounted");
     };
-    let spec = spec(32, 8, 6);
-    let first = tenant(&spec);
-    cgroup.add(first.pid());
-    let daemon = Daemon::start(&[
-        "run",
-        "--json",
-        "--governor",
-        "full",
-        "--cgroup",
-        cgroup.path.to_str().unwrap(),
-        "--for",
-        "300s",
-    ]);
-    wait_until_begun();
-    std::thread::sleep(Duration::from_secs(1));
-    let (second, outsider) = (tenant(&spec), tenant(&spec));
-    cgroup.add(second.pid());
-    wait_for_saving(32 * MIB);
-    let summary = daemon.stop();
-    assert_eq!(summary["processes"], 2);
-    assert_unmarked(&[outsider.pid()]);
-    give_back(&ksm, &mut [first, second, outsider]);
+    let exe = ProgramCopy::unique();
+    let spec = spec(32, 8, 5);
+    for scope in [["--cgroup", cgroup.path.to_str().unwrap()], ["--exe", exe.name()]] {
+        let first = Tenant::start(&exe, &spec).unwrap();
+        cgroup.add(first.pid());
+        let daemon = Daemon::start(&[&["run", "--json", "--governor", "full", "--for", "300s"], &scope[..]].concat());
+        wait_until_begun();
+        std::thread::sleep(Duration::from_secs(1));
+        let (second, outsider) = (Tenant::start(&exe, &spec).unwrap(), tenant(&spec));
+        cgroup.add(second.pid());
+        wait_for_saving(32 * MIB);
+        let summary = daemon.stop();
+        assert_eq!(summary["processes"], 2);
+        assert_unmarked(&[outsider.pid()]);
+        if scope[0] == "--exe" {
+            // The base name also matches and, for undoing, so does a file that others can change.
+            let name = exe.file_name().unwrap().to_str().unwrap();
+            std::fs::set_permissions(&*exe, PermissionsExt::from_mode(0o777)).unwrap();
+            assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by users other than root");
+            succeed(&["unmerge", "--exe", name]);
+        }
+        give_back(&ksm, &mut [first, second, outsider]);
+    }
 }
 
 #[test]
@@ -483,58 +463,6 @@ print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(error.starts_with("pagefold: /etc/passwd: cannot be executed") && error.lines().count() == 1, "{error}");
     assert_eq!(pagefold(&["exec"]).status.code(), Some(2));
-}
-
-/// Forks, maps, writes and unmaps without a pause, and checks the memory that it holds.
-const CHURN: &str = r#"
-import mmap, os, random, select, sys
-held = bytearray(random.Random(12).randbytes(16 << 20))
-copy = bytes(held)
-print("ready", flush=True)
-rounds, bad = 0, 0
-while not select.select([sys.stdin], [], [], 0)[0]:
-    regions = [mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
-    for region in regions:
-        for page in range(0, 1 << 20, 4096): region[page:page + 8] = b"the same"
-    pid = os.fork()
-    if pid == 0:
-        held[rounds * 4096 % len(held)] ^= 1
-        os._exit(0 if sum(a != b for a, b in zip(held[::4096], copy[::4096])) == 1 else 9)
-    bad += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
-    bad += any(region[page:page + 8] != b"the same" for region in regions for page in range(0, 1 << 20, 4096))
-    bad += held != copy
-    for region in regions: region.close()
-    rounds += 1
-print(rounds, bad, flush=True)
-sys.stdin.readline()
-sys.stdin.readline()
-"#;
-
-#[test]
-fn forks_and_mappings_without_a_pause_do_no_harm() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut pair = pair(32, 8, 13);
-    let mut churning = [Script::start(CHURN), Script::start(CHURN)];
-    let scope = [pids(&pair), churning.iter().map(Script::pid).collect()].concat();
-    let daemon = Daemon::on(&scope, &[]).answering();
-    let begun = Instant::now();
-    wait_until("the pair is merged", || {
-        assert_intact(&mut pair);
-        saved_bytes() >= most(32 * MIB) && begun.elapsed() > Duration::from_secs(7)
-    });
-    let summary = daemon.stop();
-    assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");
-    assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
-    for process in &mut churning {
-        process.say("enough");
-        let line = process.line();
-        let (rounds, bad) = line.split_once(' ').unwrap_or_else(|| panic!("it printed {line:?}"));
-        assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damaged pages: {line}");
-    }
-    let churning = churning.each_ref().map(Script::pid);
-    unmerge(&churning);
-    assert_unmarked(&churning);
-    give_back(&ksm, &mut pair);
 }
 
 #[test]

@@ -86,19 +86,3 @@ fn children_of_a_fork_are_counted_once() {
     assert_true("and visited by ksmd", unmerged, &pids);
     drop(run);
 }
-
-/// The families are like two prefork servers that have loaded the same data.
-#[test]
-fn families_of_forks_are_merged_with_each_other() {
-    let Some(_ksm) = KsmAtRest::take() else { return };
-    let mut masters = [holder(16, 1), holder(16, 1)];
-    let mut pids = Vec::new();
-    for master in &mut masters {
-        pids.extend([master.pid(), master.fork(), master.fork(), master.fork(), master.fork()]);
-    }
-    let unmerged = held(&pids);
-    let run = daemon(&pids, &["--governor", "full"]);
-    wait_until("they are merged", || unmerged.saturating_sub(held(&pids)) >= 15 * MIB && status()["busy"] == false);
-    assert_true("forked before merging", unmerged, &pids);
-    drop(run);
-}

@@ -265,11 +265,7 @@ print(json.dumps({'text': text, 'command': command, 'code': run.returncode, 'err
 
 #[test]
 fn errors_are_one_line_with_their_exit_code() {
-    assert_fails(&["scan", "--pid", "2147483646"], 5, "no process 2147483646");
-    assert_fails(&["scan", "--user", "no-such-user-here"], 5, "no user");
     assert_fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");
-    assert_fails(&["scan", "--pid", "one"], 2, "--pid");
-    assert_fails(&["scan", "--no-such-flag"], 2, "--no-such-flag");
     if !can_read_pages() {
         return;
     }

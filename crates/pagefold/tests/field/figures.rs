@@ -1,4 +1,4 @@
-//! What we say is saved, and who else uses KSM.
+//! How much we say is saved.
 
 use crate::*;
 
@@ -46,24 +46,4 @@ fn saved_is_right_for_pairs_that_come_and_go() {
     let daemon = start();
     assert_says("started again", SECOND * MIB);
     ksm.end(daemon, &second_pids);
-}
-
-/// Programs merged by `MemoryKSM=` or `pagefold exec` mark their own memory, and ksmd runs for them.
-#[test]
-fn others_that_use_ksm_are_named_with_what_they_hold() {
-    const MIB_EACH: u64 = 32;
-    let Some(_ksm) = KsmAtRest::take() else { return };
-    let mut others = [program_with(MIB_EACH), program_with(MIB_EACH)];
-    for other in &mut others {
-        other.mark(0, other.pages);
-    }
-    write_knob("pages_to_scan", "100000");
-    write_knob("run", "1");
-    wait_until_merged(&pids_of(&others), MIB_EACH * MIB * 99 / 100);
-    write_knob("run", "0");
-    let output = pagefold(&["doctor", "--json"]);
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let programs = row(&report["findings"], "id", "programs");
-    let said = programs["what"].as_str().unwrap();
-    assert!(said.contains("holder") && said.contains("MiB"), "{said}");
 }

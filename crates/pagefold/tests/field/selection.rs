@@ -19,7 +19,13 @@ fn nothing_is_promised_for_pinned_memory() {
     let pids = pids_of(&programs);
     let report = scan(&pids);
     assert!(savable_mib(&report) <= 5, "scan promises {} MiB", savable_mib(&report));
-    assert_has(&report.to_string(), &["pinned"]);
+    for &pid in &pids {
+        let process = row(&report["processes"], "pid", pid);
+        let reason = "pinned for I/O (VmPin), which KSM cannot merge";
+        let pinned = row(&process["excluded"], "reason", reason)["bytes"].as_u64().unwrap();
+        assert!(((MIB_EACH - 1) * MIB..=MIB_EACH * MIB).contains(&pinned), "{process}");
+    }
+    assert_has(&succeed(&["scan", "--pid", &pids[0].to_string()]), &["MiB  pinned for I/O (VmPin)"]);
     let daemon = run(&pids);
     std::thread::sleep(Duration::from_secs(15));
     let explanation = json_of(&["explain", &pids[0].to_string()]);
@@ -30,27 +36,6 @@ fn nothing_is_promised_for_pinned_memory() {
     // If we marked pages that ksmd can't merge, its records for them would be wasted.
     let metadata = status()["metadata_bytes"].as_u64().unwrap();
     assert!(metadata <= MIB / 2, "{metadata} bytes of records");
-    ksm.end(daemon, &pids);
-}
-
-/// Two servers started before an upgrade replaced their program by another file, and two after it.
-#[test]
-fn programs_whose_file_was_upgraded_are_found() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let program = ProgramCopy::of(&victim_binary("holder"), "server");
-    let server = || Holder::with_as(&program, PAGES / 2, COMMON);
-    let mut servers = vec![server(), server()];
-    let new = ProgramCopy::of(&victim_binary("holder"), "server.new");
-    std::fs::rename(&*new, &*program).unwrap();
-    servers.extend([server(), server()]);
-    let pids = pids_of(&servers);
-    let report = json_of(&["scan", "--exact", "--exe", program.name()]);
-    assert_eq!(report["processes"].as_array().unwrap().len(), 4, "{report}");
-    assert!(savable_mib(&report) >= 3 * MIB_EACH / 2, "{report}");
-    let unmerged = held(&pids);
-    let scope = ["run", "--json", "--governor", "full", "--mechanism", "ksmd", "--exe", program.name()];
-    let daemon = Daemon::start(&scope).answering();
-    assert_saves(unmerged, &pids, 3 * MIB_EACH / 2 * 97 / 100, 20);
     ksm.end(daemon, &pids);
 }
 
@@ -75,24 +60,6 @@ fn scan_counts_in_user_namespaces_what_a_run_merges() {
     ksm.end(daemon, &pids);
 }
 
-/// Search servers map each file of their index. Their heaps are merged all the same.
-#[test]
-fn a_heap_beside_20_000_mappings_of_files_is_merged() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut servers = [program_with(MIB_EACH), program_with(MIB_EACH)];
-    for server in &mut servers {
-        server.ask("files 20000");
-    }
-    let pids = pids_of(&servers);
-    let unmerged = held(&pids);
-    let promised = savable_mib(&scan(&pids));
-    assert!(promised >= MIB_EACH * 95 / 100, "scan promises {promised} MiB");
-    let daemon = run(&pids);
-    assert_saves(unmerged, &pids, MIB_EACH * 95 / 100, 20);
-    assert_has(&succeed(&["explain", &pids[0].to_string()]), &["merged"]);
-    ksm.end(daemon, &pids);
-}
-
 /// Browsers are on the deny list, so the printed command must allow this one.
 #[test]
 fn the_command_that_scan_prints_works_as_it_stands() {
@@ -102,7 +69,8 @@ fn the_command_that_scan_prints_works_as_it_stands() {
     let browsers = [browser(), browser()];
     let pids = pids_of(&browsers);
     let unmerged = held(&pids);
-    let text = succeed(&["scan", "--exe", program.name(), "--allow", "chromium"]);
+    assert_fails(&["scan", "--exe", program.name()], 6, "deny list");
+    let text = succeed(&["scan", "--exe", program.name(), "--allow", "chromium", "--deny", "x y*"]);
     let Some((_, printed)) = text.split_once("To save it:") else { panic!("no command in {text}") };
     let printed = printed.trim().lines().next().unwrap();
     let own = Path::new(pagefold_testkit::program()).parent().unwrap();
