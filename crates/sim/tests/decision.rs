@@ -3,50 +3,17 @@
 
 mod common;
 
-use common::{MIB, SECOND, config, host, process_of, requested, tenants};
+use common::{Log, MIB, Machine, SECOND, config, host, process_of, requested, tenants};
 use pagefold_engine::config::Config;
 use pagefold_engine::decision::{Decision, DecisionLog, Reason, Verb};
-use pagefold_engine::engine::{Cycle, Engine, cycle};
+use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::host::{Actions, Host, MemoryView, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use pagefold_engine::host::{Host, MemoryView};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::reserve::{Keep, ReserveSettings};
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
 use proptest::prelude::*;
-use std::convert::Infallible;
-
-/// A host that remembers when it was last observed, the last plan and the last actions.
-struct Recorded {
-    host: SimHost,
-    seen_ns: u64,
-    runs: Vec<PageRun>,
-    actions: Actions,
-}
-
-impl Host for Recorded {
-    type Error = Infallible;
-
-    fn observe(&mut self) -> Result<Snapshot, Infallible> {
-        let Ok(snapshot) = self.host.observe();
-        self.seen_ns = snapshot.now_ns;
-        Ok(snapshot)
-    }
-
-    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
-        self.runs.clone_from(&plan.runs);
-        self.host.read(plan)
-    }
-
-    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
-        self.actions.clone_from(actions);
-        self.host.apply(actions)
-    }
-
-    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
-        self.host.wait(ns)
-    }
-}
 
 /// A region, where it ends, and the decision on it.
 struct Decided {
@@ -80,17 +47,17 @@ impl Decided {
     /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be done
     /// early, because regions that are being read (`being_read`) may join it. A young region may be merged early if
     /// samples show that it's kin to an older one.
-    fn check(&self, recorded: &Recorded, next: &Self, being_read: bool, now_ns: u64) {
+    fn check(&self, log: &Log, next: &Self, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;
         let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
         let is_kin = decision.reason == Reason::TooYoung && next.has_kin;
         let is_over = decision.until_ns.is_some_and(|until_ns| now_ns >= until_ns);
         let is_due = is_over || is_kin || being_read && may_be_joined;
         let then = &next.decision;
-        let marked = recorded.actions.mark.iter().any(|change| self.holds(change.span.region, change.span.first));
+        let marked = log.actions.mark.iter().any(|change| self.holds(change.span.region, change.span.first));
         let read: u64 =
-            recorded.runs.iter().filter(|run| self.holds(run.region, run.first)).map(|run| u64::from(run.pages)).sum();
-        let named = recorded.actions.merge.iter().any(|range| self.holds(range.take.region, range.take.first));
+            log.runs.iter().filter(|run| self.holds(run.region, run.first)).map(|run| u64::from(run.pages)).sum();
+        let named = log.actions.merge.iter().any(|range| self.holds(range.take.region, range.take.first));
         let said = format!("{decision:?} of {key:?} at {first:?}, then {then:?}, {read} pages read at {now_ns}");
         match decision.verb {
             Verb::Leave => assert!(!marked && read == 0 && !named, "{said}"),
@@ -132,27 +99,26 @@ impl Decided {
 
 /// Runs the engine, and checks each cycle against the decisions before it. Returns the verbs seen.
 fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
-    let mut recorded = Recorded { host, seen_ns: 0, runs: Vec::new(), actions: Actions::default() };
-    let mut engine = Engine::new(config);
+    let mut sim = Machine::with(host, config);
     let mut verbs = Vec::new();
     let mut before: Vec<Decided> = Vec::new();
-    while recorded.host.now_ns() < seconds * SECOND {
-        let began_ns = recorded.host.now_ns();
-        let Ok(Cycle { wait_ns, .. }) = cycle(&mut engine, &mut recorded);
-        let after = decided(&engine);
+    while sim.now_ns() < seconds * SECOND {
+        let began_ns = sim.now_ns();
+        let wait_ns = sim.cycle();
+        let after = decided(&sim.engine);
         let being_read = before.iter().chain(&after).any(|region| region.decision.verb <= Verb::Mark);
         for new in &after {
             let old = before.iter().find(|old| new.key == old.key && new.first == old.first && new.end == old.end);
             if let Some(old) = old {
-                old.check(&recorded, new, being_read, began_ns);
+                old.check(&sim.log, new, being_read, began_ns);
             }
-            new.check_since(old, engine.decisions(), recorded.seen_ns);
+            new.check_since(old, sim.engine.decisions(), sim.log.seen_ns);
         }
         verbs.extend(after.iter().map(|new| new.decision.verb));
         verbs.sort_unstable();
         verbs.dedup();
         before = after;
-        let Ok(()) = recorded.wait(wait_ns.max(1_000_000));
+        let Ok(()) = sim.wait(wait_ns.max(1_000_000));
     }
     verbs
 }

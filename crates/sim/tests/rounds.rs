@@ -51,17 +51,6 @@ fn the_time_until_all_is_merged_is_foreseen() {
 }
 
 #[test]
-fn contents_that_exist_exactly_twice_are_found() {
-    let mut sim = Machine::new(host());
-    scenario::pairs(&mut sim, Pages(128 * MIB), Pages(256 * MIB));
-    let savable = sim.truth().savable;
-    sim.run(20);
-    let ledger = sim.engine.ledger();
-    assert!(ledger.saved.unwrap().0 * 100 >= savable * 99, "{} of {savable}", ledger.saved.unwrap().0);
-    assert!(ledger.marked.0 <= 260 * MIB, "{:?}", ledger.marked);
-}
-
-#[test]
 fn dense_replicas_are_merged() {
     let mut sim = Machine::new(host());
     scenario::redis(&mut sim, 3, Pages(128 * MIB));
@@ -84,24 +73,13 @@ fn without_duplicates_nothing_is_marked_and_little_cpu_is_used() {
     assert!(share < 0.005, "{share}");
 }
 
-#[test]
-fn a_later_process_is_merged_with_merged_ones() {
-    let mut sim = Machine::new(host());
-    scenario::redis(&mut sim, 2, Pages(64 * MIB));
-    sim.run(20);
-    let before = sim.saved().0;
-    scenario::redis(&mut sim, 1, Pages(64 * MIB));
-    sim.run(20);
-    let savable = sim.truth().savable;
-    assert!(sim.saved().0 > before, "{before} before and {} after", sim.saved().0);
-    assert!(savable * 10 < sim.saved().0, "{savable} left of {}", sim.saved().0);
-}
-
 /// Three processes exit in turn, and another one takes the place of each, at once or when its contents may be
 /// forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
-    assert_restarted_are_merged(host(), &[1, 1, 1, 300, 300, 300]);
+    for host in [host(), requested()] {
+        assert_restarted_are_merged(host, &[1, 1, 1, 300, 300, 300]);
+    }
 }
 
 #[test]

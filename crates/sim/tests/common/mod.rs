@@ -6,7 +6,9 @@ pub mod oracle;
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Cycle, Engine, cycle};
 use pagefold_engine::governor::{Governor, WINDOW_NS};
-use pagefold_engine::host::{Actions, Host, MergeResult, Merging, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
+use pagefold_engine::host::{
+    Actions, Host, MergeResult, Merging, Outcome, PageRun, SamplePlan, Samples, ScanOrder, Snapshot,
+};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
@@ -180,7 +182,11 @@ pub fn process_of((domain, fill, mib, start): Tenant) -> Process {
 /// The engine's requests to the host, with their times.
 #[derive(Default)]
 pub struct Log {
-    seen_ns: u64,
+    /// When the engine last observed the host.
+    pub seen_ns: u64,
+    /// The last cycle's plan and actions.
+    pub runs: Vec<PageRun>,
+    pub actions: Actions,
     owners: BTreeMap<RegionKey, OwnerKey>,
     /// Pages that the engine read: time, process and number.
     pub pages: Vec<(u64, OwnerKey, u64)>,
@@ -243,6 +249,7 @@ impl Host for Recorder<'_> {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
         let log = &mut *self.log;
+        log.runs.clone_from(&plan.runs);
         for run in &plan.runs {
             log.pages.push((log.seen_ns, log.owners[&run.region], run.pages.into()));
         }
@@ -257,6 +264,7 @@ impl Host for Recorder<'_> {
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
         let log = &mut *self.log;
+        log.actions.clone_from(actions);
         if !actions.moves.is_empty() {
             log.moves.push((log.seen_ns, actions.moves.len() as u64));
         }
