@@ -125,22 +125,6 @@ fn order(controller: &KsmdController, order: ScanOrder) {
 }
 
 #[test]
-fn each_kick_is_one_scan_and_then_everything_rests() {
-    let stage = Stage::new("0");
-    let controller = stage.controller();
-    assert!(controller.idle());
-    for kicks in 1..=3 {
-        order(&controller, ScanOrder::KICK);
-        assert_eq!(stage.scans(), kicks);
-    }
-    assert_eq!(controller.status().stood_down, None);
-    assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("1".into(), "0".into()));
-    assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
-    controller.order(ScanOrder::Keep);
-    assert!(controller.idle());
-}
-
-#[test]
 fn the_first_kick_after_unknown_scanning_is_two() {
     let stage = Stage::new("12345");
     let controller = stage.controller();
@@ -199,35 +183,6 @@ fn resting_before_the_first_scan_changes_nothing() {
     let controller = stage.controller();
     order(&controller, ScanOrder::Rest);
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("0".into(), "100".into()));
-}
-
-#[test]
-fn a_knob_that_another_program_changed_stops_the_controller() {
-    let stage = Stage::new("0");
-    let controller = stage.controller();
-    order(&controller, ScanOrder::KICK);
-    fixture::set(&stage.dir.path().join("ksm"), "sleep_millisecs", "33");
-    order(&controller, ScanOrder::KICK);
-    assert!(controller.status().stood_down.unwrap().contains("sleep_millisecs"));
-    controller.order(ScanOrder::Pace { pages_to_scan: 9, sleep_ms: 9, thorough: false });
+    controller.order(ScanOrder::Keep);
     assert!(controller.idle());
-    assert_eq!(stage.get("sleep_millisecs"), "33");
-}
-
-#[test]
-fn restoring_stops_the_controller_in_the_middle_of_a_kick() {
-    let mut stage = Stage::new("0");
-    stage.behaviour.scan_ms.store(1000, Ordering::SeqCst);
-    let controller = stage.controller();
-    controller.order(ScanOrder::KICK);
-    std::thread::sleep(Duration::from_millis(50));
-    let restored = stage.lease.take().unwrap().restore(LIMIT);
-    assert!(restored.is_complete());
-    assert!(controller.wait_idle(LIMIT));
-    assert_eq!(controller.status().stood_down, None);
-    for (name, value) in
-        [("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20"), ("max_page_sharing", "256")]
-    {
-        assert_eq!(stage.get(name), value, "{name}");
-    }
 }

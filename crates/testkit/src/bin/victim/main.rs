@@ -11,7 +11,6 @@
 //! | `victim hostile KIND` | `tests/attack.rs`: tries to be harmed, see `hostile` |
 //! | `victim torture MODE TRAIT...` | `tests/torture.rs`: repeats its mode until a byte is sent, see `torture` |
 //! | `victim registers KIND` | `tests/tracer_death.rs`: compares all registers, see `registers` |
-//! | `victim lease DIR` | `tests/ksm_live.rs`: takes KSM over and is killed, see `lease` |
 //! | `victim worker`, `victim worker-filtered` | the process that injects, without and with a seccomp filter |
 #![allow(
     clippy::undocumented_unsafe_blocks,
@@ -26,7 +25,6 @@ mod handlers;
 mod hold;
 mod hostile;
 mod kinds;
-mod lease;
 mod registers;
 mod rounds;
 mod rseq;
@@ -49,7 +47,6 @@ fn main() {
             seccomp::filter(libc::SYS_madvise, libc::SECCOMP_RET_ALLOW);
             pagefold_inject::serve(|_| true, inject_as_asked)
         }
-        "lease" => return lease::main(kind.as_ref()),
         "hostile" => return hostile::main(&kind),
         "stalling" => return stalling::main(&kind),
         "torture" => torture::main(),
