@@ -11,14 +11,17 @@
 //! (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on alternate stacks,
 //! safepoints by page faults). `judges.rs` injects into programs that others wrote.
 
-use pagefold_inject::{Errno, InjectError, Limits, inject};
+#[path = "torture/tally.rs"]
+mod tally;
+
+use pagefold_inject::{Errno, Limits, inject};
 use pagefold_procmem::process::Process;
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{Cgroup, Freezer, skip_unsupported, wait_until};
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
+use tally::Tally;
 
 /// Where a target is while we attack it.
 #[derive(Clone, Copy, PartialEq)]
@@ -79,27 +82,16 @@ const KINDS: [Kind; 22] = [
 /// The outcome of the attacks on one kind.
 #[derive(Default)]
 struct Outcome {
-    made: usize,
-    refused: BTreeMap<&'static str, usize>,
-    stops_ns: Vec<u64>,
+    tally: Tally,
     /// The longest request, with all its attempts.
     longest: Duration,
     harm: Option<String>,
     absent: String,
 }
 
-fn reason(error: &InjectError) -> &'static str {
-    match error {
-        InjectError::Vanished { .. } | InjectError::Zombie { .. } => "gone",
-        InjectError::Traced { .. } => "traced",
-        InjectError::Frozen { .. } => "frozen",
-        InjectError::NoSafeThread { .. } => "no safe thread",
-        InjectError::Busy { .. } => "busy",
-        InjectError::TimedOut { .. } => "timed out",
-        InjectError::Held { .. } => "held",
-        InjectError::Dispatched { .. } => "dispatched",
-        InjectError::Fault { .. } => "fault",
-        _ => "other",
+impl Outcome {
+    fn has_ended(&self) -> bool {
+        self.tally.count("Vanished") + self.tally.count("Zombie") > 0
     }
 }
 
@@ -169,19 +161,15 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
             let begun = Instant::now();
             let result = inject(process, &calls, &limits[usize::from(random.below(kind.hurried) == 0)]);
             outcome.longest = outcome.longest.max(begun.elapsed());
-            match result {
-                Ok(report) => {
-                    outcome.made += 1;
-                    outcome.stops_ns.push(report.longest_stop_ns);
-                    // Documented: EINTR if signals interrupt unmerging at every attempt.
-                    let right = |result: &Result<u64, Errno>| matches!(result, Ok(0) | Err(Errno(libc::EINTR)));
-                    if !report.results.iter().all(right) {
-                        outcome.harm = Some(format!("the calls answered {:?}", report.results));
-                    }
+            outcome.tally.record(&result);
+            if let Ok(report) = result {
+                // Documented: EINTR if signals interrupt unmerging at every attempt.
+                let right = |result: &Result<u64, Errno>| matches!(result, Ok(0) | Err(Errno(libc::EINTR)));
+                if !report.results.iter().all(right) {
+                    outcome.harm = Some(format!("the calls answered {:?}", report.results));
                 }
-                Err(error) => *outcome.refused.entry(reason(&error)).or_default() += 1,
             }
-            if outcome.refused.contains_key("gone") {
+            if outcome.has_ended() {
                 break;
             }
             std::thread::sleep(Duration::from_micros(random.below(150)));
@@ -201,7 +189,7 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
         "it does not answer".to_owned()
     });
     drop(reader.join().unwrap());
-    let said_too_early = outcome.refused.contains_key("gone") && !line.starts_with("bad: ");
+    let said_too_early = outcome.has_ended() && !line.starts_with("bad: ");
     match line.strip_prefix("ok absent: ").or_else(|| line.strip_prefix("bad: skip: ")) {
         _ if line.is_empty() => outcome.harm = Some("it has died".to_owned()),
         _ if said_too_early => outcome.harm = Some("it has ended by itself".to_owned()),
@@ -212,23 +200,15 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
     outcome
 }
 
-fn print(name: &str, outcome: &mut Outcome) {
-    outcome.stops_ns.sort_unstable();
-    let stop = |percent: usize| match outcome.stops_ns.len() {
-        0 => 0,
-        count => outcome.stops_ns[(count - 1) * percent / 100] / 1000,
-    };
-    let refused: Vec<_> = outcome.refused.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
+fn print(name: &str, outcome: &Outcome) {
+    let [p50, p99, max] = outcome.tally.stops_us([500, 990, 1000]);
     println!(
-        "{name:24} {:>8} {:>8} {:>6} {:>7} {:>7} {:>8} {:>9.1}  {}",
-        outcome.made + outcome.refused.values().sum::<usize>(),
-        outcome.made,
+        "{name:24} {:>8} {:>8} {:>6} {p50:>7} {p99:>7} {max:>8} {:>9.1}  {}",
+        outcome.tally.made + outcome.tally.failed(),
+        outcome.tally.made,
         u32::from(outcome.harm.is_some()),
-        stop(50),
-        stop(99),
-        stop(100),
         outcome.longest.as_secs_f64() * 1e3,
-        refused.join(", "),
+        outcome.tally.errors(),
     );
     if !outcome.absent.is_empty() {
         skip_unsupported(format!("{name}: {}", outcome.absent));
@@ -247,7 +227,7 @@ fn no_hostile_target_is_harmed_or_escapes() {
     let shares: u32 = kinds.iter().map(|kind| kind.share).sum();
     let seed = u64::from(std::process::id());
     let (next, begun) = (AtomicUsize::new(0), Instant::now());
-    let mut outcomes = std::thread::scope(|scope| {
+    let outcomes = std::thread::scope(|scope| {
         let work = || {
             let mut outcomes = Vec::new();
             while let Some(&kind) = kinds.get(next.fetch_add(1, Relaxed)) {
@@ -267,19 +247,17 @@ fn no_hostile_target_is_harmed_or_escapes() {
         "kind", "requests", "made", "harmed", "p50", "p99", "max", "ms"
     );
     let (mut all, mut failures) = (Outcome::default(), Vec::new());
-    for (kind, outcome) in &mut outcomes {
+    for (kind, outcome) in &outcomes {
         print(kind.name, outcome);
         if let Some(harm) = &outcome.harm {
             failures.push(format!("{}: {harm}", kind.name));
-        } else if kind.willing && outcome.made == 0 && outcome.absent.is_empty() {
+        } else if kind.willing && outcome.tally.made == 0 && outcome.absent.is_empty() {
             failures.push(format!("{}: no call was made", kind.name));
         }
-        all.made += outcome.made;
-        outcome.refused.iter().for_each(|(reason, count)| *all.refused.entry(reason).or_default() += count);
-        all.stops_ns.append(&mut outcome.stops_ns);
+        all.tally.add(&outcome.tally);
         all.longest = all.longest.max(outcome.longest);
     }
-    print("all", &mut all);
+    print("all", &all);
     println!("{} harmed in {:.0} s", failures.len(), begun.elapsed().as_secs_f64());
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

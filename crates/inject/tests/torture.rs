@@ -3,8 +3,7 @@
 //!
 //! The victims (`victim torture` of pagefold-testkit) check themselves. The test checks everything that can be seen
 //! from outside, and that no signal was lost. `PAGEFOLD_TORTURE` is the number of injections (default: 5000),
-//! `PAGEFOLD_TORTURE_SEED` repeats the choices of a run (not its timing), `PAGEFOLD_TORTURE_REPORT` names a file for
-//! the results as JSON.
+//! `PAGEFOLD_TORTURE_SEED` repeats the choices of a run (not its timing).
 //!
 //! We merge nothing: the memory of each victim is unique.
 
@@ -14,6 +13,8 @@ mod disturbance;
 mod requests;
 #[path = "torture/results.rs"]
 mod results;
+#[path = "torture/tally.rs"]
+mod tally;
 #[path = "torture/verdict.rs"]
 mod verdict;
 #[path = "torture/victims.rs"]
@@ -123,6 +124,6 @@ fn no_victim_notices_anything() {
     });
     let wall = begun.elapsed();
     let failures = verdict::failures(&run);
-    run.results.report(seed, wall, &run.victims);
+    run.results.print(wall, &run.victims);
     assert!(failures.is_empty(), "seed {seed}:\n{}", failures.join("\n"));
 }

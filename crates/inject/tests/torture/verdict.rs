@@ -55,8 +55,8 @@ pub fn failures(run: &Run) -> Vec<String> {
                         (0..3).for_each(|kind| own[kind] += reported.own[kind]);
                     }
                     if reported.short > 0 {
-                        let line = run.results.line(&member.name);
-                        let (made, refused) = (line.made, line.count("no-safe-thread"));
+                        let tally = run.results.tally(&member.name);
+                        let (made, refused) = (tally.made, tally.count("NoSafeThread"));
                         println!("{}: {} writes cut short by {made} injections", member.name, reported.short);
                         // A thread that is copying in a write looks like one that computes. Repeated checks find most
                         // of these.
@@ -166,17 +166,17 @@ fn counts(run: &Run, fail: &mut impl FnMut(String)) {
     let classes: BTreeMap<_, _> =
         run.victims.members.iter().map(|member| (member.name.as_str(), member.class)).collect();
     for (name, class) in classes {
-        let line = run.results.line(name);
+        let tally = run.results.tally(name);
         let enough = match class {
             // Only one tracer can attach at a time, so refusals because of another injector don't count.
-            Class::Willing => line.made > 0 && line.made >= 2 * (line.failed() - line.count("traced")),
+            Class::Willing => tally.made > 0 && tally.made >= 2 * (tally.failed() - tally.count("Traced")),
             // We may stop a writer while it runs, perhaps in the middle of a write, but never while a write blocks.
-            Class::Reluctant if name.ends_with("-write") => line.count("no-safe-thread") > 0,
-            Class::Reluctant | Class::Execs | Class::ShortLived => line.made > 0,
-            Class::Compat => line.made == 0 && line.count("compat") > 0,
+            Class::Reluctant if name.ends_with("-write") => tally.count("NoSafeThread") > 0,
+            Class::Reluctant | Class::Execs | Class::ShortLived => tally.made > 0,
+            Class::Compat => tally.made == 0 && tally.count("Compat") > 0,
         };
         if !enough && run.wanted >= 5000 {
-            fail(format!("{name}: {line:?}"));
+            fail(format!("{name}: {tally:?}"));
         }
     }
 }
