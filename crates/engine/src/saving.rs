@@ -506,19 +506,6 @@ mod tests {
     }
 
     #[test]
-    fn a_younger_relative_shares_its_parents_frame() {
-        let mut table = table(&[1; 3], 100);
-        own(&mut table, 0..2, 100);
-        let merged: Vec<_> =
-            (1..=3).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 3))).collect();
-        assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(200), "it shared another one's");
-        for region in table.iter_mut().filter(|region| region.view.key == RegionKey(3)) {
-            region.seen_ns = 1;
-        }
-        assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(100));
-    }
-
-    #[test]
     fn zeros_that_ksmd_does_not_count_are_those_we_have_read() {
         let mut table = table(&[1, 2], 100);
         own(&mut table, 0..1, 60);

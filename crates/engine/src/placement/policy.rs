@@ -203,39 +203,9 @@ mod tests {
         Sharer { home: NodeKey(home), nice, active }
     }
 
-    fn of(placement: Placement, sharers: &[Sharer]) -> Vec<f64> {
-        shares(placement, sharers, NodeSet::ALL).into_iter().map(|(_, share)| share).collect()
-    }
-
     #[test]
-    fn fair_prefers_active_copies_and_otherwise_splits_equally() {
-        let both = |a, b| shares(Placement::Fair, &[sharer(0, 0, a), sharer(1, 0, b)], NodeSet::ALL);
-        assert_eq!(both(true, false), [(NodeKey(0), 1.0)]);
-        assert_eq!(both(false, true), [(NodeKey(1), 1.0)]);
-        assert_eq!(both(false, false), [(NodeKey(0), 0.5), (NodeKey(1), 0.5)]);
-        assert_eq!(both(true, true), both(false, false));
-        // Nodes share equally, however many sharers each has.
-        assert_eq!(of(Placement::Fair, &[sharer(0, 0, true), sharer(0, 5, true), sharer(3, 0, true)]), [0.5, 0.5]);
-        assert_eq!(of(Placement::Fair, &[0, 1, 2].map(|node| sharer(node, 0, false))), [1.0 / 3.0; 3]);
-    }
-
-    #[test]
-    fn priority_yields_the_shares_of_the_thesis() {
-        // Table 5.3: nice values and the share of VM-0.
-        for (nice, share) in
-            [((-20, -11), 0.91), ((-20, -16), 0.83), ((-20, -20), 0.5), ((-16, -20), 0.17), ((-11, -20), 0.09)]
-        {
-            let shares = of(Placement::Priority, &[sharer(0, nice.0, false), sharer(1, nice.1, true)]);
-            assert!((shares[0] - share).abs() < 0.005, "{nice:?}: {shares:?}");
-            assert!((shares[0] + shares[1] - 1.0).abs() < 1e-12);
-        }
-        assert_eq!(of(Placement::Priority, &[sharer(4, 19, true)]), [1.0]);
-        let three = of(Placement::Priority, &[sharer(0, 0, false), sharer(1, 0, false), sharer(1, 0, false)]);
-        assert!((three[0] - 1.0 / 3.0).abs() < 1e-12);
-    }
-
-    #[test]
-    fn nodes_that_are_not_allowed_get_no_share() {
+    fn a_lone_sharer_gets_all_and_nodes_that_are_not_allowed_nothing() {
+        assert_eq!(shares(Placement::Priority, &[sharer(4, 19, true)], NodeSet::ALL), [(NodeKey(4), 1.0)]);
         let allowed: NodeSet = [NodeKey(1)].into_iter().collect();
         let two = [sharer(0, 0, false), sharer(1, 0, false)];
         assert_eq!(shares(Placement::Fair, &two, allowed), [(NodeKey(1), 1.0)]);
