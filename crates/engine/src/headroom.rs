@@ -87,8 +87,10 @@ pub struct Headroom {
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
     /// Limits that applied to every process in scope when we last looked.
     covering: FxHashSet<LimitKey>,
-    /// Overfull limits that bar processes outside from being marked.
-    bars: Vec<LimitKey>,
+    /// Limits below which more was merged than fits, while they applied to every process in scope.
+    overfull: Vec<LimitKey>,
+    /// Whether ksmd merges whatever is marked.
+    by_marks: bool,
     /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
     /// no such limits.
     read_ns: Option<u64>,
@@ -116,7 +118,7 @@ impl Headroom {
         let before = std::mem::take(&mut self.limits);
         let covering = std::mem::take(&mut self.covering);
         self.of_owner.clear();
-        self.bars.clear();
+        self.overfull.clear();
         self.lends = false;
         self.read_ns = None;
         let held_by_all: Pages = mergeable.values().copied().sum();
@@ -161,6 +163,9 @@ impl Headroom {
                 }
                 _ => now,
             };
+            if room.is_overfull {
+                self.overfull.push(view.key);
+            }
             self.limits.insert(view.key, room);
             for &owner in &view.owners {
                 self.of_owner.entry(owner).or_default().push(view.key);
@@ -177,8 +182,8 @@ impl Headroom {
     /// The limit that leaves these processes the least headroom, and how many pages of each we may still merge. `None`:
     /// any number.
     pub fn of_each(&self, owners: &[OwnerKey]) -> Option<(LimitKey, Pages)> {
-        for &key in &self.bars {
-            if owners.iter().any(|&owner| !self.is_below(owner, key)) {
+        if self.by_marks {
+            if let Some(key) = owners.iter().find_map(|&owner| self.keeps_out(owner)) {
                 return Some((key, Pages(0)));
             }
         }
@@ -238,8 +243,7 @@ impl Headroom {
     /// The limit below which more was merged than fits, while it applied to every process in scope, and that doesn't
     /// apply to this process: ksmd could have it map all of these pages.
     pub fn keeps_out(&self, owner: OwnerKey) -> Option<LimitKey> {
-        let mut overfull = self.limits.iter().filter(|(_, room)| room.is_overfull);
-        overfull.find_map(|(&key, _)| (!self.is_below(owner, key)).then_some(key))
+        self.overfull.iter().copied().find(|&key| !self.is_below(owner, key))
     }
 
     /// Whether a limit keeps a process from mapping another's merged pages (see [`Self::keeps_out`]).
@@ -251,12 +255,9 @@ impl Headroom {
         self.of_owner.get(&owner).is_some_and(|keys| keys.contains(&key))
     }
 
-    /// Leaves processes without headroom that an overfull limit keeps out, if ksmd merges whatever is marked.
-    pub fn bar(&mut self, by_marks: bool) {
-        if by_marks {
-            let overfull = self.limits.iter().filter(|(_, room)| room.is_overfull);
-            self.bars = overfull.map(|(&key, _)| key).collect();
-        }
+    /// Whether ksmd merges whatever is marked. Then what a limit keeps out has no headroom.
+    pub fn set_by_marks(&mut self, by_marks: bool) {
+        self.by_marks = by_marks;
     }
 
     /// Notes that we have to unmerge what is too much below a limit. Returns whether that's new.

@@ -59,10 +59,9 @@ impl Engine {
         let inherited_in =
             |region: &Region| if self.is_only_young_child(region, FORK_NS) { mergeable_in(region) } else { Pages(0) };
         let inherited = by_owner(&self.table, limits, inherited_in);
+        self.room.headroom.set_by_marks(self.carrier().by_marks);
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
-        let by_marks = self.carrier().by_marks;
-        self.room.headroom.bar(by_marks);
-        if by_marks {
+        if self.carrier().by_marks {
             self.empty_overfull_limits();
         }
         self.look_for_relief();
