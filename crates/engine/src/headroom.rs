@@ -31,7 +31,7 @@
 //! the bound. A process that was outside only until it was moved below the limit doesn't count. When the exception
 //! ends, more may be merged below the limit than the sum allows, and processes outside could map all of these pages. On
 //! request, processes outside get none of them. With ksmd no process outside is merged until they're unmerged, which we
-//! do once there's something to merge outside.
+//! do once there's something to merge outside. We can't unmerge what another program, or an earlier run, has marked.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -85,11 +85,9 @@ impl LimitRoom {
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
-    /// Limits that applied to every process in scope when we last looked.
-    covering: FxHashSet<LimitKey>,
     /// Limits below which more was merged than fits, while they applied to every process in scope.
     overfull: Vec<LimitKey>,
-    /// Whether ksmd merges whatever is marked.
+    /// Whether ksmd merges whatever is marked, and has merged something.
     by_marks: bool,
     /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
     /// no such limits.
@@ -116,7 +114,6 @@ impl Headroom {
         inherited: &FxHashMap<OwnerKey, Pages>,
     ) {
         let before = std::mem::take(&mut self.limits);
-        let covering = std::mem::take(&mut self.covering);
         self.of_owner.clear();
         self.overfull.clear();
         self.lends = false;
@@ -125,11 +122,7 @@ impl Headroom {
         for view in limits {
             let known = before.get(&view.key).copied();
             let was_shared = known.is_some_and(|room| room.is_shared);
-            if total > Pages(0) && view.limit >= total {
-                continue;
-            }
-            if !was_shared && covers(view, mergeable) {
-                self.covering.insert(view.key);
+            if !was_shared && covers(view, mergeable) || total > Pages(0) && view.limit >= total {
                 continue;
             }
             let held = sum_of(mergeable, view);
@@ -152,8 +145,7 @@ impl Headroom {
                 over: over.unwrap_or_default(),
                 kept,
                 is_shared,
-                is_overfull: known.map_or(covering.contains(&view.key), |room| room.is_overfull)
-                    && over.is_none_or(|over| over > Pages(0)),
+                is_overfull: known.map_or(!is_shared, |room| room.is_overfull) && over.unwrap_or_default() > Pages(0),
                 is_to_be_emptied: known.is_some_and(|room| room.is_to_be_emptied),
             };
             let room = match known {
@@ -255,7 +247,8 @@ impl Headroom {
         self.of_owner.get(&owner).is_some_and(|keys| keys.contains(&key))
     }
 
-    /// Whether ksmd merges whatever is marked. Then what a limit keeps out has no headroom.
+    /// Sets whether ksmd merges whatever is marked, and has merged something. Then what a limit keeps out has no
+    /// headroom.
     pub fn set_by_marks(&mut self, by_marks: bool) {
         self.by_marks = by_marks;
     }
@@ -265,6 +258,14 @@ impl Headroom {
         let Some(room) = self.limits.get_mut(&key) else { return false };
         room.is_shared = true;
         !std::mem::replace(&mut room.is_to_be_emptied, true)
+    }
+
+    /// Notes that a limit is exceeded even without merging: nobody is kept out for its sake.
+    pub fn give_up(&mut self, key: LimitKey) {
+        if let Some(room) = self.limits.get_mut(&key) {
+            room.is_overfull = false;
+        }
+        self.overfull.retain(|&overfull| overfull != key);
     }
 
     /// Whether to unmerge what is too much below a limit.

@@ -188,11 +188,21 @@ struct Survey {
     stuck: FxHashSet<u64>,
 }
 
+/// What a survey has found in a limit's cgroup.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept {
+    pub limit: LimitKey,
+    /// How many merged pages the cgroup keeps for others at most.
+    pub pages: Pages,
+    /// Whether the cgroup would exceed its limit even without merging.
+    pub is_too_large: bool,
+}
+
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
-    /// How many pages a cgroup keeps for others at most, by a survey that has just ended.
-    kept: Option<(LimitKey, Pages)>,
+    /// What a survey that has just ended has found in the cgroup.
+    kept: Option<Kept>,
     /// Whether this cycle's plan looks pages up.
     is_asking: bool,
     looked: FxHashMap<LimitKey, Look>,
@@ -243,9 +253,8 @@ impl Relief {
         last.was_in_vain || over.0 > last.over.0 + view.kills.map_or(0, |kills| kills.limit.0 / WORSE)
     }
 
-    /// The limit of a survey that has ended since the last call, and how many merged pages its cgroup keeps for others
-    /// at most.
-    pub fn take_kept(&mut self) -> Option<(LimitKey, Pages)> {
+    /// What a survey has found in the cgroup, if one has ended since the last call.
+    pub fn take_kept(&mut self) -> Option<Kept> {
         self.kept.take()
     }
 
@@ -364,10 +373,14 @@ impl Relief {
         let view = budget.limits.iter().find(|view| view.key == survey.limit);
         let own = survey.own_unmerged(memory);
         let may_merge: Pages = own.marked.iter().map(|region| region.pages).sum();
+        let limit = view.and_then(|view| view.kills);
         // Others may still join the frames that only the cgroup maps.
         let charged = Pages(count(survey.frames.len()));
-        self.kept = Some((survey.limit, charged + survey.unseen + may_merge + own.waiting));
-        let limit = view.and_then(|view| view.kills);
+        self.kept = Some(Kept {
+            limit: survey.limit,
+            pages: charged + survey.unseen + may_merge + own.waiting,
+            is_too_large: limit.is_some_and(|kills| survey.is_too_large(kills)),
+        });
         let found = limit.and_then(|limit| survey.relieve(own, limit, keep.below(limit.limit), budget));
         if let Some(look) = self.looked.get_mut(&survey.limit) {
             let most_ns = if look.next.is_none() { PAUSE_MOST_NS } else { PAUSE_MOST_NS / 10 };
@@ -463,13 +476,11 @@ impl Survey {
     }
 
     fn relieve(&self, own: OwnUnmerged, kills: KillLimit, reserve: Pages, budget: CopyBudget<'_>) -> Option<Relieved> {
-        let KillLimit { limit, left } = kills;
-        let used = limit.saturating_sub(left);
-        let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
-        let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
-        if without_merging.saturating_sub(self.unseen) > limit {
+        if self.is_too_large(kills) {
             return None;
         }
+        let KillLimit { limit, .. } = kills;
+        let without_merging = self.without_merging(kills);
         let mut at_worst = without_merging + self.held_outside() + own.waiting;
         let goal = limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
@@ -488,6 +499,18 @@ impl Survey {
         }
         own.choose(limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
+    }
+
+    /// How many pages the cgroup would use without merging.
+    fn without_merging(&self, kills: KillLimit) -> Pages {
+        let used = kills.limit.saturating_sub(kills.left);
+        let merged = Pages(self.merged.values().sum()) + self.merged_waiting;
+        (used + merged).saturating_sub(Pages(count(self.frames.len())))
+    }
+
+    /// Whether that's certainly more than its limit.
+    fn is_too_large(&self, kills: KillLimit) -> bool {
+        self.without_merging(kills).saturating_sub(self.unseen) > kills.limit
     }
 
     /// How many charged frames others map.

@@ -5,6 +5,7 @@ mod common;
 
 use common::{MIB, Machine, SECOND, host, requested};
 use pagefold_engine::config::Config;
+use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{LimitKey, OwnerKey};
 use pagefold_engine::region::Region;
@@ -94,6 +95,39 @@ fn a_program_that_comes_from_outside_maps_no_more_than_a_limit_allows() {
             assert!(sim.charged(LimitKey(1)) <= limit);
         }
     }
+}
+
+/// The engine is new to what an earlier run merged below a limit on everything.
+#[test]
+fn a_program_from_outside_is_kept_out_after_a_restart() {
+    let mut sim = Machine::with(host(), common::config());
+    let limit = Pages(EACH * 25 / 10);
+    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
+    let owners = [(); 2].map(|()| sim.add(process()));
+    sim.limit(LimitKey(1), limit, &owners);
+    sim.run(60);
+    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(9))));
+    sim.engine = Engine::new(common::config());
+    sim.run(10);
+    sim.add(process());
+    run_within(&mut sim, 120, &[(1, limit)]);
+    assert!(sim.saved().0 >= EACH * 15 / 100, "{:?}", sim.saved());
+}
+
+/// Above this limit the kernel only throttles.
+#[test]
+fn a_limit_that_kills_nobody_keeps_nobody_out() {
+    let mut sim = Machine::with(host(), common::config());
+    let limit = Pages(EACH * 25 / 10);
+    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
+    let owners = [(); 2].map(|()| sim.add(process()));
+    sim.throttle(LimitKey(1), limit, &owners);
+    sim.run(60);
+    for _ in 0..2 {
+        sim.add(process());
+    }
+    sim.run(60);
+    assert!(sim.saved().0 >= 3 * EACH * 98 / 100, "{:?}", sim.saved());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::keys::OwnerKey;
 use crate::marking::extents::CUT_PAGES;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
-use crate::relief::{Charged, CopyBudget, Part, Place, Relief};
+use crate::relief::{Charged, CopyBudget, Kept, Part, Place, Relief};
 use crate::reserve::Reserve;
 use crate::units::Pages;
 use rustc_hash::FxHashMap;
@@ -59,9 +59,10 @@ impl Engine {
         let inherited_in =
             |region: &Region| if self.is_only_young_child(region, FORK_NS) { mergeable_in(region) } else { Pages(0) };
         let inherited = by_owner(&self.table, limits, inherited_in);
-        self.room.headroom.set_by_marks(self.carrier().by_marks);
+        let by_marks = self.carrier().by_marks;
+        self.room.headroom.set_by_marks(by_marks && self.snapshot.ksm.merged() > Pages(0));
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
-        if self.carrier().by_marks {
+        if by_marks {
             self.empty_overfull_limits();
         }
         self.look_for_relief();
@@ -93,10 +94,13 @@ impl Engine {
         let top = self.ladder.levels();
         let mut any = false;
         for region in self.table.iter_mut().filter(|region| region.hold.full.is_some()) {
-            let is_full = self.room.headroom.of(region.view.owner).is_some_and(|(_, left)| left < CUT_PAGES);
-            if !is_full && region.life.is_judged() {
-                planner.judge_again(region, now_ns, top);
-                any = true;
+            match self.room.headroom.of(region.view.owner) {
+                Some((limit, left)) if left < CUT_PAGES => region.hold.full = Some(limit),
+                _ if region.life.is_judged() => {
+                    planner.judge_again(region, now_ns, top);
+                    any = true;
+                }
+                _ => {}
             }
         }
         any
@@ -142,8 +146,11 @@ impl Engine {
         let by_marks = self.carrier().by_marks;
         let memory = Charged { table: &self.table, waiting: &self.ksmd.marker.unmarking.waiting(), by_marks };
         let relieved = self.room.relief.record(memory, merged, budget, keep, *now_ns);
-        if let Some((limit, kept)) = self.room.relief.take_kept() {
-            self.room.headroom.set_kept(limit, kept);
+        if let Some(Kept { limit, pages, is_too_large }) = self.room.relief.take_kept() {
+            self.room.headroom.set_kept(limit, pages);
+            if is_too_large {
+                self.room.headroom.give_up(limit);
+            }
         }
         let Some(relieved) = relieved else { return };
         for Part { region, first, pages } in relieved.others {

@@ -117,7 +117,9 @@ impl LiveHost {
         }
         if let Some(pending) = &mut target.pending {
             pending.was_tried = true;
-            pending.is_ended = is_ended_by(&calls, &report.results);
+            if !calls.is_empty() {
+                pending.is_ended = is_ended_by(&calls, &report.results);
+            }
             pending.left = state.marked_bytes();
         }
         let unmarked = self.report_withdrawn(pid, &state, &calls, &report);
