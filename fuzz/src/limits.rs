@@ -37,7 +37,7 @@ pub fn ksm_stat(text: &[u8]) {
         [&b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n"[..], b"ksm_zero_pages: 12\nksm_merge_any yes\n"]
     {
         let stat = KsmStat::parse(&[first, text].concat());
-        assert_eq!((stat.merge_any, stat.zero_kib), (true, 48));
+        assert_eq!((stat.merge_any, stat.zero_kib), (Some(true), 48));
     }
 }
 
