@@ -21,10 +21,14 @@ fn machines() -> [Machine; 2] {
     [host(), requested()].map(|host| Machine::with(host, config.clone()))
 }
 
+/// A program. Those with the same number have equal memory.
+fn program(number: u64) -> Process {
+    Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(number)))
+}
+
 /// Programs with equal memory, each in a cgroup of its own with this limit. The keys of the limits count from 1.
 fn contained(host: &mut SimHost, programs: u32, limit: Pages) -> Vec<OwnerKey> {
-    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
-    let owners: Vec<OwnerKey> = (0..programs).map(|_| host.add(process())).collect();
+    let owners: Vec<OwnerKey> = (0..programs).map(|_| host.add(program(1))).collect();
     for (number, &owner) in (1..).zip(&owners) {
         host.limit(LimitKey(number), limit, &[owner]);
     }
@@ -76,18 +80,17 @@ fn a_container_is_not_killed_for_the_copies_it_keeps_for_others() {
 fn a_program_that_comes_from_outside_maps_no_more_than_a_limit_allows() {
     for (mut sim, is_stuck) in machines().into_iter().chain(machines()).zip([false, false, true, true]) {
         let limit = Pages(EACH * 25 / 10);
-        let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
-        let owners = [(); 2].map(|()| sim.add(process()));
+        let owners = [(); 2].map(|()| sim.add(program(1)));
         sim.limit(LimitKey(1), limit, &owners);
         sim.run(60);
         // One that has nothing to merge changes nothing.
-        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(9))));
+        sim.add(program(9));
         sim.run(60);
         assert!(sim.saved().0 >= EACH * 98 / 100, "{:?}", sim.saved());
         if is_stuck {
             sim.leave_alone(owners[0], true);
         }
-        sim.add(process());
+        sim.add(program(1));
         run_within(&mut sim, 120, &[(1, limit)]);
         assert!(is_stuck || sim.saved().0 >= EACH * 15 / 100, "{:?}", sim.saved());
         for owner in owners {
@@ -102,14 +105,13 @@ fn a_program_that_comes_from_outside_maps_no_more_than_a_limit_allows() {
 fn a_program_from_outside_is_kept_out_after_a_restart() {
     let mut sim = Machine::with(host(), common::config());
     let limit = Pages(EACH * 25 / 10);
-    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
-    let owners = [(); 2].map(|()| sim.add(process()));
+    let owners = [(); 2].map(|()| sim.add(program(1)));
     sim.limit(LimitKey(1), limit, &owners);
     sim.run(60);
-    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(9))));
+    sim.add(program(9));
     sim.engine = Engine::new(common::config());
     sim.run(10);
-    sim.add(process());
+    sim.add(program(1));
     run_within(&mut sim, 120, &[(1, limit)]);
     assert!(sim.saved().0 >= EACH * 15 / 100, "{:?}", sim.saved());
 }
@@ -119,12 +121,11 @@ fn a_program_from_outside_is_kept_out_after_a_restart() {
 fn a_limit_that_kills_nobody_keeps_nobody_out() {
     let mut sim = Machine::with(host(), common::config());
     let limit = Pages(EACH * 25 / 10);
-    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
-    let owners = [(); 2].map(|()| sim.add(process()));
+    let owners = [(); 2].map(|()| sim.add(program(1)));
     sim.throttle(LimitKey(1), limit, &owners);
     sim.run(60);
     for _ in 0..2 {
-        sim.add(process());
+        sim.add(program(1));
     }
     sim.run(60);
     assert!(sim.saved().0 >= 3 * EACH * 98 / 100, "{:?}", sim.saved());

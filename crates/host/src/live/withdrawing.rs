@@ -104,9 +104,8 @@ impl LiveHost {
         let Some(withdrawal) = self.try_to_withdraw(pid, now_ns) else { return Try::Nothing };
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         let Withdrawal { state, calls, report, copied, ran } = withdrawal;
-        self.withdrawing.outcome.stops.extend(report.stops_of(target.owner));
         if calls.is_empty() && ran.is_ok() {
-            target.count_unmerged(state.merged_kib, Pages(0), report.longest_stop_ns);
+            target.count_unmerged(state.merged_kib, Pages(0), 0);
             target.request.done.given_back.0 += copied.bytes().0;
             // The job may have begun earlier, for marks other than the ones that must go now.
             if is_new {
@@ -122,6 +121,7 @@ impl LiveHost {
             }
             pending.left = state.marked_bytes();
         }
+        self.withdrawing.outcome.stops.extend(report.stops_of(target.owner));
         let unmarked = self.report_withdrawn(pid, &state, &calls, &report);
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);

@@ -4,7 +4,7 @@
 use pagefold_engine::units::Bytes;
 use pagefold_procmem::headroom::limits_of;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The least part of a limit that a run leaves free: half of the least reserve.
 const FREE_PART: u64 = 40;
@@ -27,7 +27,7 @@ pub fn without_headroom(processes: &[Savable<'_>], memory: Bytes) -> Bytes {
         }
     }
     let mut sum = 0;
-    let mut counted: BTreeMap<PathBuf, u64> = BTreeMap::new();
+    let mut counted: BTreeMap<&Path, u64> = BTreeMap::new();
     // In this order, each cgroup comes after the cgroups below it.
     for (&cgroup, &bytes) in below.iter().rev() {
         let counted_below = counted.remove(cgroup).unwrap_or_default();
@@ -40,7 +40,7 @@ pub fn without_headroom(processes: &[Savable<'_>], memory: Bytes) -> Bytes {
         }
         sum += lacking - counted_below;
         if let Some(parent) = cgroup.parent() {
-            *counted.entry(parent.to_owned()).or_default() += lacking;
+            *counted.entry(parent).or_default() += lacking;
         }
     }
     Bytes(sum)
@@ -50,6 +50,7 @@ pub fn without_headroom(processes: &[Savable<'_>], memory: Bytes) -> Bytes {
 mod tests {
     use super::*;
     use std::fs;
+    use std::path::PathBuf;
 
     const MIB: u64 = 1 << 20;
 
