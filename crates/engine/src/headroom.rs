@@ -240,7 +240,7 @@ impl Headroom {
 
     /// Whether a limit keeps a process from mapping another's merged pages (see [`Self::keeps_out`]).
     pub fn keeps_apart(&self, owner: OwnerKey, of: OwnerKey) -> bool {
-        self.keeps_out(owner).is_some_and(|key| self.is_below(of, key))
+        self.overfull.iter().any(|&key| !self.is_below(owner, key) && self.is_below(of, key))
     }
 
     fn is_below(&self, owner: OwnerKey, key: LimitKey) -> bool {
