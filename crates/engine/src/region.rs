@@ -491,7 +491,10 @@ impl Region {
     pub fn whole(&self) -> Option<Candidate> {
         let RegionView { first, pages, resident, .. } = self.view;
         let duplicate = self.counts().duplicate;
-        (duplicate > Pages(0)).then_some(Candidate { first, pages, resident, duplicate })
+        if duplicate == Pages(0) {
+            return None;
+        }
+        Some(Candidate { first, pages, resident, duplicate })
     }
 
     /// How many of the region's pages ksmd has merged or may merge: the pages that we or other programs marked.

@@ -298,7 +298,8 @@ impl Relief {
         let mut runs = merged_runs(table);
         for Wait { span, .. } in waiting.iter() {
             // If a region may be merged anywhere, we look up all of it anyway.
-            if let Some(region) = table.at(span.region, span.first).filter(|region| !may_be_merged_anywhere(region)) {
+            let Some(region) = table.at(span.region, span.first) else { continue };
+            if !may_be_merged_anywhere(region) {
                 runs.push_back(region.run(span.first, span.pages));
             }
         }
@@ -498,7 +499,10 @@ impl Survey {
             at_worst = at_worst.saturating_sub(freed);
         }
         own.choose(limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
-        (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
+        if relieved.others.is_empty() && relieved.own.is_empty() {
+            return None;
+        }
+        Some(relieved)
     }
 
     /// How many pages the cgroup would use without merging.

@@ -214,14 +214,20 @@ impl SavingCounter {
     /// The next pages to look up in a range. The choice only depends on the addresses, so it's the same in every
     /// process.
     fn next_run(&self, from: Vpn, end: Vpn) -> Option<(Vpn, u64)> {
+        if from >= end {
+            return None;
+        }
         if self.one_in == 1 {
-            return (from < end).then(|| (from, (end.0 - from.0).min(u64::from(u32::MAX))));
+            return Some((from, (end.0 - from.0).min(u64::from(u32::MAX))));
         }
         let number = from.0 / RUN_PAGES;
         let wait = (self.counts % self.one_in + self.one_in - number % self.one_in) % self.one_in;
         let start = from.0.max((number + wait) * RUN_PAGES);
         let stop = ((number + wait + 1) * RUN_PAGES).min(end.0);
-        (start < stop).then(|| (Vpn(start), stop - start))
+        if start >= stop {
+            return None;
+        }
+        Some((Vpn(start), stop - start))
     }
 
     /// Records the pages we looked up. `counted` is `None` if the host couldn't count. `machine` is KSM's own figure.

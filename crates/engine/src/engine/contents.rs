@@ -72,7 +72,7 @@ impl Engine {
             self.forget_digests();
         }
         let lines = self.contents.strength.lines();
-        (lines < LINES).then_some(lines)
+        if lines < LINES { Some(lines) } else { None }
     }
 
     /// Forgets all digests, because new ones will cover more or fewer cache lines and can't be compared with them. We

@@ -52,7 +52,7 @@ struct Family {
 impl Family {
     /// `None` if all these regions belong to one process.
     fn of(members: Vec<u32>, table: &RegionTable) -> Option<Self> {
-        let regions: Vec<&Region> = members.iter().filter_map(|&slot| table.get(slot)).collect();
+        let regions: Vec<&Region> = table.all_in(&members).collect();
         let owners: FxHashSet<OwnerKey> = regions.iter().map(|region| region.view.owner).collect();
         if owners.len() < 2 {
             return None;
@@ -117,7 +117,10 @@ impl Families {
 fn page_in_common(one: &Region, other: &Region) -> Option<Vpn> {
     let first = one.view.first.max(other.view.first);
     let end = one.end().min(other.end());
-    (first < end).then(|| first + (end.0 - first.0) / 2)
+    if first >= end {
+        return None;
+    }
+    Some(first + (end.0 - first.0) / 2)
 }
 
 impl Engine {
@@ -136,13 +139,17 @@ impl Engine {
             }
         }
         for region in self.table.iter_mut() {
-            let family =
-                self.families.get(region).filter(|family| family.is_ours && family.processes <= RELATIVES_MOST);
-            region.fork = match (family, region.fork) {
-                (None, _) => Fork::Alone,
-                (Some(family), _) if region.view.owner == family.reader => Fork::First,
-                (Some(_), Fork::Follows) => Fork::Follows,
-                (Some(_), Fork::Alone | Fork::First | Fork::Relative) => Fork::Relative,
+            region.fork = match self.families.get(region) {
+                Some(family) if family.is_ours && family.processes <= RELATIVES_MOST => {
+                    if region.view.owner == family.reader {
+                        Fork::First
+                    } else if region.fork == Fork::Follows {
+                        Fork::Follows
+                    } else {
+                        Fork::Relative
+                    }
+                }
+                _ => Fork::Alone,
             };
         }
     }
@@ -159,7 +166,10 @@ impl Engine {
     pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
         let family = self.families.get(region)?;
         let are_many = family.processes > RELATIVES_MOST || family.members.len() > MEMBERS_MOST;
-        (are_many && region.survey.is_mostly_forked()).then_some(family.processes)
+        if !are_many || !region.survey.is_mostly_forked() {
+            return None;
+        }
+        Some(family.processes)
     }
 
     /// Whether a region is mostly shared through fork with processes that we don't merge: they're out of scope or left
@@ -175,7 +185,7 @@ impl Engine {
     /// unread.
     pub(super) fn note_outsiders(&mut self) {
         for family in &mut self.families.0 {
-            let mut members = family.members.iter().filter_map(|&slot| self.table.get(slot));
+            let mut members = self.table.all_in(&family.members);
             family.has_outsiders = members.any(|member| member.reads_forked() && member.survey.is_mostly_forked());
         }
     }
@@ -192,8 +202,10 @@ impl Engine {
     /// there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
         let mut parent: Option<&Region> = None;
-        for &slot in self.families.members(child)? {
-            let Some(region) = self.table.get(slot).filter(|region| region.seen_ns < child.seen_ns) else { continue };
+        for region in self.table.all_in(self.families.members(child)?) {
+            if region.seen_ns >= child.seen_ns {
+                continue;
+            }
             let is_better = parent.is_none_or(|parent| region.usage.merged.len() > parent.usage.merged.len());
             if is_better && page_in_common(region, child).is_some() {
                 parent = Some(region);
@@ -217,8 +229,9 @@ impl Engine {
         let mut forked = BTreeMap::new();
         for (key, numbers) in families {
             let mut spans = Vec::new();
-            for family in numbers.into_iter().filter_map(|number| self.families.0.get(index(number))) {
-                for region in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+            for number in numbers {
+                let Some(family) = self.families.0.get(index(number)) else { continue };
+                for region in self.table.all_in(&family.members) {
                     let RegionView { key, first, pages, .. } = region.view;
                     spans.push(Span { region: key, first, pages });
                 }
@@ -247,7 +260,10 @@ impl Engine {
         }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
-        for region in self.table.iter_mut().filter(|region| region.fork == Fork::Relative) {
+        for region in self.table.iter_mut() {
+            if region.fork != Fork::Relative {
+                continue;
+            }
             let Some(&first_shares) = found.get(&region.relatives) else { continue };
             // If the fork came after we had read the first relative, only the others' samples show what they share.
             let has_outsiders = self.families.get(region).is_some_and(|family| family.has_outsiders);
@@ -285,7 +301,7 @@ impl Engine {
     /// until then. We record zeros that relatives share as one relative's own ([`Self::record_frame`]).
     fn may_be_left(&self, region: &Region, page: Vpn, is_zero: bool) -> bool {
         let Some(family) = self.family(region) else { return false };
-        for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+        for relative in self.table.all_in(&family.members) {
             let is_other = relative.view.key != region.view.key && relative.has(page);
             if is_other && relative.is_marked(page) && (is_zero || !relative.usage.own.contains(page)) {
                 return true;
@@ -296,12 +312,19 @@ impl Engine {
 
     fn mark_relatives(&mut self) {
         let mut unmarked = Vec::new();
-        for (slot, region) in self.table.numbered().filter(|(_, region)| !region.is_named()) {
+        for (slot, region) in self.table.numbered() {
+            if region.is_named() {
+                continue;
+            }
             let Some(family) = self.family(region) else { continue };
-            let relatives = family.members.iter().filter_map(|&slot| self.table.get(slot));
-            let mut named = relatives.filter(|relative| relative.is_named());
-            if let Some(page) = named.find_map(|relative| page_in_common(region, relative)) {
-                unmarked.push(IndexedPage::new(region, slot, page));
+            for relative in self.table.all_in(&family.members) {
+                if !relative.is_named() {
+                    continue;
+                }
+                if let Some(page) = page_in_common(region, relative) {
+                    unmarked.push(IndexedPage::new(region, slot, page));
+                    break;
+                }
             }
         }
         for page in unmarked {
@@ -390,9 +413,12 @@ impl Engine {
     /// that we know to have a page of their own there.
     fn known_mappers(&self, page: IndexedPage) -> u32 {
         let Some(region) = self.table.get(page.location.slot) else { return 1 };
-        let Some(family) = self.family(region).filter(|_| !region.usage.own.contains(page.page)) else { return 1 };
+        let Some(family) = self.family(region) else { return 1 };
+        if region.usage.own.contains(page.page) {
+            return 1;
+        }
         let mut known = 0;
-        for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+        for relative in self.table.all_in(&family.members) {
             known += u32::from(relative.has(page.page) && !relative.usage.own.contains(page.page));
         }
         known

@@ -98,7 +98,7 @@ impl Engine {
         let offset = sample.page.0.wrapping_sub(first.0);
         let is_at_same_offset = other.page_at(known.offset).0.wrapping_sub(other_first.0) == offset;
         let is_kin = region.is_younger_kin(other) && pages == other_pages && is_at_same_offset;
-        is_kin.then_some(other.view.key)
+        if is_kin { Some(other.view.key) } else { None }
     }
 
     /// Takes new regions whose samples agree with an older region for its clones, and expects them to live long: the
@@ -216,7 +216,8 @@ impl Engine {
         let present = kin.view.resident.0.saturating_sub(kin.usage.own.len().0);
         let missing = present.saturating_sub(region.usage.merged.len().0 + pass.left_out.len().0);
         let appeared = pass.missing.saturating_sub(missing);
-        (missing > present / MISSING_PART && appeared > missing / APPEARED_PART).then_some(missing)
+        let are_many = missing > present / MISSING_PART && appeared > missing / APPEARED_PART;
+        if are_many { Some(missing) } else { None }
     }
 
     /// Whether a region may be merged unread with its older clone `kin`. Relatives by fork share frames already, and of

@@ -112,7 +112,10 @@ fn done_in(engine: &Engine, totals: &RegionTotals) -> Option<f64> {
         work_ns += engine.ksmd.scheduler.left_ns(&engine.snapshot.ksm, marked, unmarked);
     }
     let share = engine.pace().top.fraction();
-    (work_ns > 0).then(|| seconds(work_ns) / share.max(1e-4))
+    if work_ns == 0 {
+        return None;
+    }
+    Some(seconds(work_ns) / share.max(1e-4))
 }
 
 fn memory(engine: &Engine, all: MemoryTotal) -> MemoryState {

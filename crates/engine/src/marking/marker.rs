@@ -87,10 +87,10 @@ impl Marker {
     /// If a region's marks wait because they don't pay yet: the pages that wait with them, which we'd mark together.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
         if region.life.is_worth_marking() {
-            return (self.small.added > Pages(0)).then_some(self.small);
+            return if self.small.added > Pages(0) { Some(self.small) } else { None };
         }
         let is_thin = self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
-        is_thin.then_some(self.thin)
+        if is_thin { Some(self.thin) } else { None }
     }
 
     /// If a region's sparser extents wait until we've read new regions, which may hold copies of them: when that wait
@@ -147,21 +147,15 @@ impl Marker {
         let walked = if scheduler.starts_two_scans() { Pages(0) } else { marked };
         let mut wave = Wave { walked, ..Wave::default() };
         for (slot, spans) in &ready {
-            if let Some(region) = table.get(*slot) {
-                wave += gain(region, spans);
-            }
+            let Some(region) = table.get(*slot) else { continue };
+            wave += gain(region, spans);
         }
         if !wave.is_due(pace.price_ns, rested_ns) {
             self.small = wave;
             return Vec::new();
         }
         self.held_since_ns = None;
-        // Of two equal pages, ksmd keeps the one in the process that was marked later. So we mark the processes with
-        // the most headroom last.
-        ready.sort_by_key(|(slot, _)| {
-            let left = table.get(*slot).and_then(|region| headroom.of(region.view.owner));
-            left.map_or(Pages(u64::MAX), |(_, left)| left)
-        });
+        sort_by_headroom(&mut ready, table, headroom);
         self.added.clear();
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
@@ -498,6 +492,15 @@ impl Marker {
 /// The pause after a scan for changes: longer each time while scans bring little.
 fn pause_after(was_fruitful: bool, pause_ns: u64) -> u64 {
     if was_fruitful { REFRESH_NS } else { (pause_ns * 2).min(REFRESH_MAX_NS) }
+}
+
+/// Of two equal pages, ksmd keeps the one in the process that was marked later. So we mark the processes with the most
+/// headroom last.
+fn sort_by_headroom(ready: &mut [(u32, Vec<Candidate>)], table: &RegionTable, headroom: &Headroom) {
+    ready.sort_by_key(|(slot, _)| {
+        let left = table.get(*slot).and_then(|region| headroom.of(region.view.owner));
+        left.map_or(Pages(u64::MAX), |(_, left)| left)
+    });
 }
 
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole

@@ -233,7 +233,10 @@ impl Waiting {
     /// The span that a page lies in.
     pub fn at(&self, region: RegionKey, page: Vpn) -> Option<Wait> {
         let (_, &wait) = self.0.range((region, Vpn(0))..=(region, page)).next_back()?;
-        (page < wait.span.end()).then_some(wait)
+        if page >= wait.span.end() {
+            return None;
+        }
+        Some(wait)
     }
 
     /// Whether a part of a region waits for unmarking.

@@ -71,6 +71,11 @@ impl RegionTable {
         self.regions.get_mut(index(slot))?.as_mut()
     }
 
+    /// The regions in these slots.
+    pub fn all_in<'a>(&'a self, slots: &'a [u32]) -> impl Iterator<Item = &'a Region> {
+        slots.iter().filter_map(|&slot| self.get(slot))
+    }
+
     /// The slot of the region that holds a page.
     pub fn find(&self, key: RegionKey, page: Vpn) -> Option<u32> {
         let bits = self.cut.get(&key).map_or(WHOLE_BITS, |mapping| mapping.bits);

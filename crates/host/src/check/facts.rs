@@ -38,7 +38,8 @@ impl<T> Fact<T> {
 
     fn of<E: fmt::Display>(result: Result<Option<T>, E>, denied: impl FnOnce(&E) -> bool) -> Self {
         match result {
-            Ok(value) => value.map_or(Self::Absent, Self::Is),
+            Ok(Some(value)) => Self::Is(value),
+            Ok(None) => Self::Absent,
             Err(error) if denied(&error) => Self::Denied,
             Err(error) => Self::Malformed(error.to_string()),
         }
@@ -232,7 +233,10 @@ fn opens(path: &Path) -> Fact<()> {
 }
 
 fn parsed<T>(text: Fact<String>, parse: impl FnOnce(&str) -> Option<T>) -> Fact<T> {
-    text.and_then(|text| parse(&text).map_or_else(|| Fact::Malformed(text.trim().to_owned()), Fact::Is))
+    text.and_then(|text| match parse(&text) {
+        Some(value) => Fact::Is(value),
+        None => Fact::Malformed(text.trim().to_owned()),
+    })
 }
 
 fn number<T: FromStr>(text: Fact<String>) -> Fact<T> {
@@ -241,8 +245,10 @@ fn number<T: FromStr>(text: Fact<String>) -> Fact<T> {
 
 /// The value of a field in `key: value` text.
 fn field_of(text: &str, key: &str) -> Fact<String> {
-    let value = field(text.as_bytes(), key).map(|value| String::from_utf8_lossy(value).into_owned());
-    value.map_or(Fact::Absent, Fact::Is)
+    match field(text.as_bytes(), key) {
+        Some(value) => Fact::Is(String::from_utf8_lossy(value).into_owned()),
+        None => Fact::Absent,
+    }
 }
 
 fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
@@ -304,16 +310,21 @@ fn frames_visible(pagemap: &Path) -> Fact<bool> {
 
 /// The page size in the auxiliary vector, which consists of pairs of words; AT_PAGESZ is 6.
 fn page_size(auxv: &Path) -> Fact<u64> {
-    Fact::from_io(std::fs::read(auxv)).and_then(|bytes| {
-        let malformed = || Fact::Malformed("no page size in the auxiliary vector".to_owned());
-        page_size_in(&bytes).map_or_else(malformed, Fact::Is)
+    Fact::from_io(std::fs::read(auxv)).and_then(|bytes| match page_size_in(&bytes) {
+        Some(size) => Fact::Is(size),
+        None => Fact::Malformed("no page size in the auxiliary vector".to_owned()),
     })
 }
 
 /// AT_PAGESZ of an auxiliary vector.
 pub fn page_size_in(auxv: &[u8]) -> Option<u64> {
-    let word = |bytes: &[u8]| bytes.try_into().map(u64::from_ne_bytes).ok();
-    auxv.chunks_exact(16).find(|pair| word(&pair[..8]) == Some(6)).and_then(|pair| word(&pair[8..]))
+    for pair in auxv.chunks_exact(16) {
+        let key = u64::from_ne_bytes(pair[..8].try_into().ok()?);
+        if key == 6 {
+            return Some(u64::from_ne_bytes(pair[8..].try_into().ok()?));
+        }
+    }
+    None
 }
 
 fn cgroups(root: &Path) -> Cgroups {

@@ -360,7 +360,7 @@ impl CgroupLimits {
                 None => least = least.min(left),
             }
         }
-        (least < u64::MAX).then_some(Pages(least / PAGE_BYTES))
+        if least < u64::MAX { Some(Pages(least / PAGE_BYTES)) } else { None }
     }
 
     pub(super) fn views(&self) -> Arc<[LimitView]> {

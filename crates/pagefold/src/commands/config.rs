@@ -67,19 +67,23 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
             let installed = installed();
             for layer in &layers {
                 text.line(format!("{} is valid", shown(&layer.path)));
-                for warning in scripts(&layer.options) {
-                    complain!("{}: {warning}", shown(&layer.path));
-                }
-                for name in programs_of(&layer.options) {
-                    if let Some(warning) = doubt(name, &installed) {
-                        complain!("{}: {warning}", shown(&layer.path));
-                    }
-                }
+                complain_about(layer, &installed);
             }
         }
     }
     style::print(&text)?;
     Ok(exit::OK)
+}
+
+/// Warns about names of programs in a file that match nothing on this machine.
+fn complain_about(layer: &Layer, installed: &BTreeSet<String>) {
+    let mut warnings = scripts(&layer.options);
+    for name in programs_of(&layer.options) {
+        warnings.extend(doubt(name, installed));
+    }
+    for warning in warnings {
+        complain!("{}: {warning}", shown(&layer.path));
+    }
 }
 
 fn without_scope(file: &Path) -> Exit {
@@ -193,7 +197,10 @@ fn installed() -> BTreeSet<String> {
 /// A warning if no program of this name is on this machine.
 fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
     if name.starts_with('/') {
-        return (!Path::new(name).exists()).then(|| format!("there is no {name} on this machine; check the path"));
+        if Path::new(name).exists() {
+            return None;
+        }
+        return Some(format!("there is no {name} on this machine; check the path"));
     }
     let is_here = |known: &String| match name.strip_suffix('*') {
         Some(start) => known.starts_with(start),

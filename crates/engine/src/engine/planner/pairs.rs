@@ -176,8 +176,10 @@ impl Engine {
         let page = region.page_at(kept.offset);
         let now_ns = self.snapshot.now_ns;
         let may_be_requested = region.view.domain == domain && region.may_be_requested(now_ns, &self.config);
-        let may_be_named = may_be_requested && region.may_be_named(page, now_ns);
-        may_be_named.then_some(IndexedPage { region: region.view.key, page, location: kept })
+        if !may_be_requested || !region.may_be_named(page, now_ns) {
+            return None;
+        }
+        Some(IndexedPage { region: region.view.key, page, location: kept })
     }
 
     /// Records a merged page. If the index points to another page for its content, we ask to merge the two: the kernel

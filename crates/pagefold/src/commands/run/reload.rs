@@ -58,7 +58,10 @@ impl<'a> ActiveSettings<'a> {
     /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends the run.
     pub fn on_hangup(&self) -> Option<Arc<AtomicBool>> {
         let reloads = self.settings.file.is_some() || self.audit.is_some();
-        (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
+        if !reloads || std::io::stdin().is_terminal() {
+            return None;
+        }
+        Some(self.requested.clone())
     }
 
     /// Requests a reload, as SIGHUP does, and returns the configuration file. Fails if the scope is from the command

@@ -17,8 +17,11 @@ impl RoomReports {
     /// The message about the machine, if its state has changed since the last call.
     pub fn of_machine(&mut self, reserve: &Reserve, take_back: bool) -> Option<String> {
         let room = reserve.machine();
-        let is_new = std::mem::replace(&mut self.machine, room.state) != room.state;
-        is_new.then(|| sentence(room, "", take_back))
+        if self.machine == room.state {
+            return None;
+        }
+        self.machine = room.state;
+        Some(sentence(room, "", take_back))
     }
 
     /// The messages about limits whose state has changed. `name` returns a limit's cgroup.

@@ -43,9 +43,12 @@ pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Opti
 /// The command that makes a running daemon merge these processes, which `spec` selects. `None` if it merges them
 /// already, or if no command can.
 fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: bool) -> Option<String> {
-    let in_scope = status.programs.processes.iter().filter(|row| pids.contains(&row.pid)).count();
+    let in_scope: BTreeSet<i32> = status.programs.processes.iter().map(|row| row.pid).collect();
     let has_names = spec.0.iter().all(|selector| !matches!(selector, Selector::Pid(_) | Selector::All));
-    (can_enable && has_names && in_scope < pids.len()).then(|| format!("pagefold enable {spec}"))
+    if !can_enable || !has_names || pids.is_subset(&in_scope) {
+        return None;
+    }
+    Some(format!("pagefold enable {spec}"))
 }
 
 /// The scope of the program with the most savable memory: its name if that selects enough of it, else its workload or
@@ -66,7 +69,10 @@ pub fn across_workloads(report: &ScanReport) -> Option<String> {
             spec.0.push(selector);
         }
     }
-    (spec.0.len() > 1 && selects(&spec, &rows)).then(|| format!("pagefold run {spec}"))
+    if spec.0.len() < 2 || !selects(&spec, &rows) {
+        return None;
+    }
+    Some(format!("pagefold run {spec}"))
 }
 
 /// The processes that run the program with the most savable memory, none if there's no such memory.

@@ -289,10 +289,11 @@ impl ScanReport {
 
     /// A sentence on savable memory that a run leaves alone because of memory limits.
     pub fn headroom(&self) -> Option<String> {
+        if self.without_headroom_bytes == 0 {
+            return None;
+        }
         let size = human(self.without_headroom_bytes);
-        let sentence =
-            format!("At least {size} of the savable memory won't be merged: memory limits leave too little headroom.");
-        (self.without_headroom_bytes > 0).then_some(sentence)
+        Some(format!("At least {size} of the savable memory won't be merged: memory limits leave too little headroom."))
     }
 
     pub fn basis(&self) -> String {

@@ -176,8 +176,11 @@ fn kept_out(status: &Status) -> Option<String> {
 /// How many processes in scope we don't track, because there are too many.
 fn turned_away(status: &Status) -> Option<String> {
     let processes = status.programs.left_alone_for(TOO_MANY);
+    if processes == 0 {
+        return None;
+    }
     let more = count(processes, "more process", "more processes");
-    (processes > 0).then(|| format!("{more} left out: too many of one user or cgroup, or of the daemon's open files"))
+    Some(format!("{more} left out: too many of one user or cgroup, or of the daemon's open files"))
 }
 
 /// The number of trust domains, and which of them ksmd merges. `None` if there's only one, and we don't leave it alone.

@@ -206,7 +206,10 @@ fn holds_shifted(page: &PageBytes, places: &HashMap<u64, usize>, block: &[u8]) -
             return;
         }
         let Some(other) = block.get(start..start + PAGE_SIZE) else { return };
-        let equal = page.iter().zip(other).filter(|(one, other)| one == other).count();
+        let mut equal = 0;
+        for (one, other) in page.iter().zip(other) {
+            equal += usize::from(one == other);
+        }
         found = equal * 8 >= PAGE_SIZE * 7;
     });
     found
@@ -219,7 +222,10 @@ fn is_incompressible(page: &PageBytes) -> bool {
         counts[usize::from(byte)] += 1;
     }
     let mut entropy = 0.0;
-    for count in counts.into_iter().filter(|&count| count > 0) {
+    for count in counts {
+        if count == 0 {
+            continue;
+        }
         let share = f64::from(count) / PAGE_SIZE as f64;
         entropy -= share * share.log2();
     }
@@ -237,8 +243,10 @@ fn like_mappings(one: &[VmaDetail], other: &[VmaDetail]) -> Vec<(usize, usize)> 
             (name, detail.vma.perms, if by_size { detail.vma.pages().0 } else { 0 })
         };
         let mut waiting: HashMap<_, VecDeque<usize>> = HashMap::new();
-        for (number, detail) in other.iter().enumerate().filter(|(number, _)| !taken[*number]) {
-            waiting.entry(key(detail)).or_default().push_back(number);
+        for (number, detail) in other.iter().enumerate() {
+            if !taken[number] {
+                waiting.entry(key(detail)).or_default().push_back(number);
+            }
         }
         for (number, detail) in one.iter().enumerate() {
             if pairs.contains_key(&number) {
@@ -313,7 +321,9 @@ impl Comparison {
     fn add(&mut self, blocks: &[Block; 2], spaces: &[Space; 2], digester: &Digester) {
         let [one, other] = blocks;
         for at in 0..other.present.len() {
-            self.others.extend(other.page(at).map(|page| digester.digest(page)));
+            if let Some(page) = other.page(at) {
+                self.others.insert(digester.digest(page));
+            }
         }
         let mut anchored: Option<HashMap<u64, usize>> = None;
         for at in 0..one.present.len() {
