@@ -59,6 +59,10 @@ const PAUSE_MOST_NS: u64 = 60_000_000_000;
 const READING_PAUSE_NS: u64 = 10_000_000_000;
 /// Once merging has ended, we count after this time, nanoseconds.
 const SETTLED_NS: u64 = 1_000_000_000;
+/// We don't know the saving once more than one part in this many of it may have ended. While we don't, counting may
+/// take this many times its share.
+const STALE_PART: f64 = 100.0;
+const STALE_SHARES: u64 = 8;
 
 /// How much merging saves now.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -76,6 +80,8 @@ pub struct Saving {
     pub one_in: u64,
     /// Each process's part, pages.
     pub by_owner: FxHashMap<OwnerKey, f64>,
+    /// How many of each process's pages are merged zeros, which aren't resident.
+    pub zeros: FxHashMap<OwnerKey, f64>,
 }
 
 impl Saving {
@@ -83,13 +89,19 @@ impl Saving {
         Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
     }
 
-    /// Takes out the part of a process that has ended or left the scope. The next count is exact again.
-    fn forget(&mut self, owner: OwnerKey) {
-        let Some(part) = self.by_owner.remove(&owner) else { return };
+    pub fn zeros_of(&self, owner: OwnerKey) -> Pages {
+        Pages(whole(self.zeros.get(&owner).copied().unwrap_or(0.0).round()))
+    }
+
+    /// Takes out the part of a process that has ended or left the scope, and returns it, pages. The parts of processes
+    /// that shared its frames get smaller, too, so only the next count is exact again.
+    fn forget(&mut self, owner: OwnerKey) -> f64 {
+        let Some(part) = self.by_owner.remove(&owner) else { return 0.0 };
         let left = (1.0 - part / (self.saved.0 as f64).max(part).max(1.0)).max(0.0);
         for pages in [&mut self.saved, &mut self.merged, &mut self.returns_at_worst] {
             *pages = Pages(whole(pages.0 as f64 * left));
         }
+        part
     }
 }
 
@@ -105,6 +117,8 @@ pub struct SavingCounter {
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
     has_changed: bool,
+    /// How many pages we've unmerged or forgotten since the last count.
+    ended: f64,
     /// How many pages this cycle's plan looks up, if it counts the saving.
     asking: Option<u64>,
     one_in: u64,
@@ -120,19 +134,37 @@ impl SavingCounter {
         self.latest.as_ref()
     }
 
-    /// The latest count. `None` if KSM has merged much since, so that we'd show too little: `machine` is its figure
-    /// now.
+    /// The latest count. `None` if KSM has merged much since, so that we'd show too little, or if merges have ended, so
+    /// that we'd show too much. `machine` is KSM's figure now.
     pub fn known(&self, machine: Pages) -> Option<&Saving> {
-        self.latest().filter(|saving| machine.0 <= saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED)
+        let saving = self.latest()?;
+        let has_merged = machine.0 > saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED;
+        if has_merged || self.is_stale() {
+            return None;
+        }
+        Some(saving)
+    }
+
+    /// Whether so many merges have ended since the last count that its figures are too high.
+    fn is_stale(&self) -> bool {
+        match &self.latest {
+            Some(saving) => self.ended * STALE_PART > saving.saved.0 as f64,
+            None => false,
+        }
     }
 
     /// Takes processes that have ended or left the scope out of the latest count.
     pub fn forget(&mut self, owners: &FxHashSet<OwnerKey>) {
         if let Some(saving) = &mut self.latest {
             for &owner in owners {
-                saving.forget(owner);
+                self.ended += saving.forget(owner);
             }
         }
+    }
+
+    /// This much memory was unmarked, and may have been merged.
+    pub fn note_unmarked(&mut self, pages: Pages) {
+        self.ended += pages.0 as f64;
     }
 
     /// Whether this cycle's plan counts the saving.
@@ -145,13 +177,17 @@ impl SavingCounter {
         let before = *self.machine_before.get_or_insert(machine);
         let saved = machine.saturating_sub(before);
         let returns_at_worst = machine;
-        self.latest =
-            Some(Saving { saved, returns_at_worst, counted_ns: now_ns, machine, one_in: 1, ..Saving::default() });
+        self.adopt(Saving { saved, returns_at_worst, counted_ns: now_ns, machine, one_in: 1, ..Saving::default() });
     }
 
     /// Nothing on the whole machine is merged.
     pub fn adopt_none(&mut self, now_ns: u64) {
-        self.latest = Some(Saving { counted_ns: now_ns, one_in: 1, ..Saving::default() });
+        self.adopt(Saving { counted_ns: now_ns, one_in: 1, ..Saving::default() });
+    }
+
+    fn adopt(&mut self, saving: Saving) {
+        self.latest = Some(saving);
+        self.ended = 0.0;
     }
 
     /// Makes the next plan count the saving, whatever else goes on.
@@ -165,8 +201,8 @@ impl SavingCounter {
     }
 
     /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly while we're merging
-    /// (`busy`) and once just after, and are rarer while nothing changes. A count takes some milliseconds, so while
-    /// we're `reading` there's at least [`READING_PAUSE_NS`] between two.
+    /// (`busy`), once just after, and once merges have ended. They're rarer while nothing changes. A count takes some
+    /// milliseconds, so while we're `reading` there's at least [`READING_PAUSE_NS`] between two.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !busy;
@@ -178,7 +214,13 @@ impl SavingCounter {
         } else {
             (4 * self.pause_ns).min(PAUSE_MOST_NS)
         };
-        let pause_ns = if reading { pause_ns.max(READING_PAUSE_NS) } else { pause_ns };
+        let pause_ns = if self.is_stale() {
+            (self.pause_ns / STALE_SHARES).max(PAUSE_NS)
+        } else if reading {
+            pause_ns.max(READING_PAUSE_NS)
+        } else {
+            pause_ns
+        };
         if self.tried_ns.is_some_and(|tried_ns| now_ns < tried_ns + pause_ns) {
             return Vec::new();
         }
@@ -287,11 +329,12 @@ impl SavingCounter {
             returns += zeros.most();
             merged_pages += zeros.most();
             *saving.by_owner.entry(owner).or_default() += part;
+            saving.zeros.insert(owner, zeros.most());
         }
         saving.merged = Pages(whole(merged_pages));
         saving.saved = Pages(whole(saved.round()));
         saving.returns_at_worst = Pages(whole(returns.round()));
-        self.latest = Some(saving);
+        self.adopt(saving);
     }
 }
 
@@ -626,7 +669,8 @@ mod tests {
     fn the_count_loses_who_has_gone_and_is_unknown_while_much_is_merged() {
         let by_owner = [(OwnerKey(1), 6_000.0), (OwnerKey(2), 2_000.0)].into_iter().collect();
         let (saved, merged, machine) = (Pages(8_000), Pages(12_000), Pages(8_000));
-        let saving = Saving { saved, merged, returns_at_worst: saved, machine, one_in: 1, counted_ns: 1, by_owner };
+        let returns_at_worst = saved;
+        let saving = Saving { saved, merged, returns_at_worst, machine, by_owner, ..Saving::default() };
         let mut counter = SavingCounter { latest: Some(saving), ..SavingCounter::default() };
         assert!(counter.known(Pages(12_000)).is_some() && counter.known(Pages(12_100)).is_none());
         counter.forget(&FxHashSet::from_iter([OwnerKey(1), OwnerKey(3)]));

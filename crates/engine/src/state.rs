@@ -49,9 +49,13 @@ impl State {
         self.owners.get(&owner).copied().unwrap_or_default()
     }
 
-    /// How much memory we expect to be merged in all.
-    pub fn expected_bytes(&self) -> u64 {
-        self.owners.values().map(|owner| owner.memory.expected_bytes).sum()
+    /// The memory of all processes.
+    pub fn all_memory(&self) -> MemoryTotal {
+        let mut all = MemoryTotal::default();
+        for owner in self.owners.values() {
+            all += owner.memory;
+        }
+        all
     }
 }
 
@@ -227,7 +231,16 @@ pub struct RegionState {
     pub other: Pages,
 }
 
+/// If the range of an estimated share of duplicates is wider than this, we've hardly sampled the region.
+const WIDE: f64 = 0.9;
+
 impl RegionState {
+    /// Whether we know about how much of the region is duplicate.
+    pub fn is_known(&self) -> bool {
+        let (floor, ceiling) = self.duplicate_range;
+        self.exact || ceiling - floor <= WIDE
+    }
+
     /// The region's memory. On request we expect to merge the share of its pages that have a copy or are zeros.
     pub fn memory(&self, mechanism: Mechanism) -> MemoryTotal {
         let resident_bytes = self.resident.bytes().0;
@@ -240,6 +253,7 @@ impl RegionState {
             } else {
                 whole(resident_bytes as f64 * self.duplicate_ratio)
             },
+            unknown_bytes: if self.is_known() { 0 } else { resident_bytes },
         }
     }
 
@@ -313,6 +327,9 @@ pub struct MemoryTotal {
     pub marked_bytes: u64,
     /// How much of the memory we expect to be merged. Of equal pages that merge into one, all count.
     pub expected_bytes: u64,
+    /// How much of the memory is in regions where we don't know yet how much is duplicate.
+    #[serde(default)]
+    pub unknown_bytes: u64,
 }
 
 impl AddAssign for MemoryTotal {
@@ -321,6 +338,7 @@ impl AddAssign for MemoryTotal {
         self.unmerged_bytes += other.unmerged_bytes;
         self.marked_bytes += other.marked_bytes;
         self.expected_bytes += other.expected_bytes;
+        self.unknown_bytes += other.unknown_bytes;
     }
 }
 

@@ -45,7 +45,7 @@ use pagefold_engine::host::{
     ScanOrder, Snapshot, Span,
 };
 use pagefold_engine::keys::{KeyCounter, LimitKey, RegionKey};
-use pagefold_engine::units::Pages;
+use pagefold_engine::units::{Pages, whole};
 use pagefold_inject::{InjectError, Injector};
 use pagefold_ksm::RestoreOutcome;
 use pagefold_ksm::ksmd::Ksmd;
@@ -240,16 +240,16 @@ impl LiveHost {
         self.targets.get(self.regions.pids.get(&region)?)
     }
 
-    /// Notes how many merged pages each process has.
+    /// Notes how many pages of each process's merged memory others hold, as Pss counts.
     fn note_merged(&mut self, merged: &[MergedSample]) {
-        let mut pages: BTreeMap<i32, u64> = BTreeMap::new();
+        let mut shared: BTreeMap<i32, f64> = BTreeMap::new();
         for sample in merged {
             if let Some(&pid) = self.regions.pids.get(&sample.region) {
-                *pages.entry(pid).or_default() += 1;
+                *shared.entry(pid).or_default() += 1.0 - 1.0 / f64::from(sample.mappers.max(1));
             }
         }
         for (pid, target) in &mut self.targets {
-            target.note_merged(pages.get(pid).copied().unwrap_or_default());
+            target.note_shared(whole(shared.get(pid).copied().unwrap_or_default()));
         }
     }
 

@@ -109,6 +109,32 @@ fn what_is_said_is_true_after_restarts_exits_writes_and_a_second_try() {
     }
 }
 
+/// With three sharers, each one's part of what's saved depends on all three.
+#[test]
+fn once_sharers_have_left_what_is_said_is_true_or_not_known() {
+    for mut twins in twins() {
+        let sharers = [1, 1, 1].map(|series| twins.add(32, &Fill::Series(series)));
+        twins.run(30);
+        check_unmerged(&twins);
+        for sharer in &sharers[..2] {
+            twins.change(|host| host.exit(*sharer));
+            let mut known = 0;
+            for _ in 0..40 {
+                twins.merged.run_until(twins.merged.now_ns() + 250_000_000, |_| ());
+                let truth = twins.plain.truth().frames - twins.merged.truth().frames;
+                let said = twins.merged.engine.state().memory.saved_bytes;
+                assert!(
+                    said.is_none_or(|said| (said / 4096).abs_diff(truth) * 50 <= truth),
+                    "{said:?} of {truth} pages"
+                );
+                known += u32::from(said.is_some());
+            }
+            assert!(known >= 32, "known {known} of 40 times");
+            check_unmerged(&twins);
+        }
+    }
+}
+
 #[test]
 fn children_of_a_fork_count_once_whether_they_were_forked_before_or_after() {
     for mut twins in twins() {

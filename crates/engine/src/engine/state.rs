@@ -34,14 +34,19 @@ pub(super) fn state(engine: &Engine) -> State {
         owner.regions += 1;
         owner.memory += memory;
     }
-    if let Some(saving) = engine.saving() {
+    let saving = engine.saving();
+    if let Some(saving) = saving {
         for &owner in saving.by_owner.keys() {
             owners.entry(owner).or_default().saved_bytes = saving.of(owner).bytes().0;
         }
     }
     for (owner, total) in &mut owners {
-        let held_bytes = engine.snapshot.held.get(owner).map_or(total.memory.resident_bytes, |held| held.bytes().0);
-        total.memory.unmerged_bytes = held_bytes + total.saved_bytes;
+        let resident_bytes = total.memory.resident_bytes;
+        let held_bytes = engine.snapshot.held.get(owner).map_or(resident_bytes, |held| held.bytes().0);
+        // The host may have looked at what the process holds before its memory was merged.
+        let zeros = saving.map_or(Pages(0), |saving| saving.zeros_of(*owner));
+        let most_bytes = resident_bytes.max(held_bytes) + zeros.bytes().0;
+        total.memory.unmerged_bytes = most_bytes.min(held_bytes + total.saved_bytes);
         all.unmerged_bytes += total.memory.unmerged_bytes;
     }
     let others: Pages = regions.iter().map(|region| region.other).sum();

@@ -64,8 +64,8 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
-    /// How many merged pages we found when we last counted the saving.
-    pub(super) merged: u64,
+    /// How many of its pages others held when we last counted the saving: merged pages, as Pss counts.
+    pub(super) shared: u64,
     /// Whether the process has locked or unlocked memory since the last survey, or made marked memory secret.
     pub(super) are_locks_new: bool,
     /// By how many pages the address space has shrunk since the last survey, at most. It may have grown again.
@@ -89,7 +89,7 @@ struct SurveyStart {
     at_ns: u64,
     cpu_ns: Option<u64>,
     sizes: Sizes,
-    merged: u64,
+    shared: u64,
 }
 
 /// The result of reading a process's mappings.
@@ -133,8 +133,8 @@ impl LastSurvey {
     fn is_due(&self, now_ns: u64, processes: u64, sizes: &Sizes, target: &Target) -> bool {
         let before = self.start.sizes;
         // Merging changes the process's part of the frames.
-        let merged = target.surveys.merged.abs_diff(self.start.merged);
-        let drift = sizes.resident.abs_diff(before.resident).max(merged);
+        let shared = target.surveys.shared.abs_diff(self.start.shared);
+        let drift = sizes.resident.abs_diff(before.resident).max(shared);
         let all_cost_ns = self.cost_ns * processes;
         if target.surveys.are_locks_new {
             return now_ns >= self.start.at_ns + all_cost_ns * LOCK_SHARE;
@@ -178,8 +178,8 @@ impl Target {
         self.marks.are_set && (self.surveys.are_locks_new || is_time)
     }
 
-    pub(crate) fn note_merged(&mut self, pages: u64) {
-        self.surveys.merged = pages;
+    pub(crate) fn note_shared(&mut self, pages: u64) {
+        self.surveys.shared = pages;
     }
 
     /// Surveys the mappings. Returns whether we've learned anything new.
@@ -192,7 +192,7 @@ impl Target {
         self.admit()?;
         self.surveys.are_locks_new = false;
         let cpu_ns = process_cpu_ns(self.info.pid());
-        let start = SurveyStart { at_ns: now_ns, cpu_ns, sizes, merged: self.surveys.merged };
+        let start = SurveyStart { at_ns: now_ns, cpu_ns, sizes, shared: self.surveys.shared };
         let process = self.info.process.clone();
         // Surveying a large process takes long. Then we adopt the result at a later refresh.
         match Job::start(move || Listing::of(&process)).wait(PATIENCE) {
