@@ -285,6 +285,9 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
     let memory = style::human(summary.given_back_bytes);
     let unmerged = style::count(done, target, targets);
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
+    if summary.given_back_bytes > 0 {
+        text.line(style.dim("That's more than was saved: the copy that was kept of each page counts, too."));
+    }
     for process in &summary.processes {
         // Xen guests have no marks, so look at both figures.
         if process.unmarked_bytes.max(process.given_back_bytes) == 0 {

@@ -245,17 +245,25 @@ fn headline(explanation: &Explanation) -> String {
     let mut memory = MemoryTotal::default();
     for row in &explanation.regions {
         // The headline is about marked memory, so count its duplicates as with ksmd, even if we merge on request.
-        memory += row.figures.memory(Mechanism::Ksmd);
+        if row.figures.marked > Pages(0) {
+            memory += row.figures.memory(Mechanism::Ksmd);
+        }
     }
     let marked = human(memory.marked_bytes);
-    let expected = human(memory.expected_bytes);
+    let duplicate = known_duplicate(memory, " of that");
     let regions = count(explanation.regions.len(), "region", "regions");
     let would = if explanation.dry_run { "would be marked (dry run)" } else { "marked" };
     let paused = if explanation.paused { " The daemon is paused." } else { "" };
-    format!(
-        "{who}: {} in {regions}, {marked} {would}, {expected} of that duplicate.{paused}",
-        human(explanation.resident_bytes)
-    )
+    format!("{who}: {} in {regions}, {marked} {would}, {duplicate}.{paused}", human(explanation.resident_bytes))
+}
+
+/// How much of some memory is duplicate, and for how much we don't know yet.
+pub fn known_duplicate(memory: MemoryTotal, of: &str) -> String {
+    let expected = human(memory.expected_bytes);
+    match memory.unknown_bytes {
+        0 => format!("{expected}{of} duplicate"),
+        unknown => format!("{expected}{of} known to be duplicate ({} not sampled enough yet)", human(unknown)),
+    }
 }
 
 fn regions(text: &mut String, explanation: &Explanation, style: Style) {
@@ -334,10 +342,10 @@ fn ratio(region: &RegionState) -> String {
     if region.exact {
         return format!("{share} duplicate, exactly");
     }
-    let (floor, ceiling) = region.duplicate_range;
-    if ceiling - floor > 0.9 {
+    if !region.is_known() {
         return "share of duplicates not known yet".to_owned();
     }
+    let (floor, ceiling) = region.duplicate_range;
     let floor = percent(floor, 1.0);
     format!("about {share} duplicate ({} to {})", floor.trim_end_matches(" %"), percent(ceiling, 1.0))
 }

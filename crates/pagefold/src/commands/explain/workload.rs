@@ -1,6 +1,7 @@
 //! `pagefold explain` of several processes: a program, a unit, a guest, a container, a pod or a cgroup. We sum up the
 //! processes, and their regions by what happens to them next and why.
 
+use super::words::known_duplicate;
 use crate::commands::status::{ProcessRow, process_table};
 use crate::config::scope;
 use crate::control::queue::Facts;
@@ -153,10 +154,10 @@ fn headline(explanation: &Explanation) -> String {
         format!("{saved} saved, {marked} marked")
     };
     format!(
-        "{}: {} with {}, {result}, {} duplicate.{paused}",
+        "{}: {} with {}, {result}, {}.{paused}",
         explanation.selectors,
         count(explanation.processes.len(), "process", "processes"),
         human(explanation.memory.resident_bytes),
-        human(explanation.memory.expected_bytes),
+        known_duplicate(explanation.memory, ""),
     )
 }

@@ -29,6 +29,7 @@ pub struct Summary {
     saved_bytes: Option<u64>,
     metadata_bytes: u64,
     expected_bytes: u64,
+    unknown_bytes: u64,
     marked_bytes: u64,
     marked_spans: u64,
     unmarked_bytes: u64,
@@ -74,6 +75,7 @@ impl Summary {
         let ledger = engine.ledger();
         let mechanism = run.config.mechanism;
         let state = engine.state();
+        let memory = state.all_memory();
         let restored = ending.ended.restored.as_ref();
         let deferred = restored.iter().flat_map(|restored| &restored.deferred);
         Self {
@@ -86,7 +88,8 @@ impl Summary {
             processes: ending.judged,
             saved_bytes: state.memory.saved_bytes,
             metadata_bytes: state.memory.metadata_bytes,
-            expected_bytes: if run.dry_run { state.expected_bytes() } else { 0 },
+            expected_bytes: if run.dry_run { memory.expected_bytes } else { 0 },
+            unknown_bytes: if run.dry_run { memory.unknown_bytes } else { 0 },
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             unmarked_bytes: ledger.unmarked.bytes().0,
@@ -171,12 +174,18 @@ pub fn describe(summary: &Summary, style: Style) -> String {
 
 fn headline(summary: &Summary) -> String {
     let expected = style::human(summary.expected_bytes);
+    let unread = match summary.unknown_bytes {
+        0 => String::new(),
+        unknown => format!(" It was too short to sample {}.", style::human(unknown)),
+    };
     if summary.dry_run && summary.mechanism == Mechanism::Request {
-        return format!("Dry run: {expected} would be merged with other pages or as zeros. Nothing was changed.");
+        return format!(
+            "Dry run: {expected} would be merged with other pages or as zeros.{unread} Nothing was changed."
+        );
     }
     if summary.dry_run {
         let marked = style::human(summary.marked_bytes);
-        return format!("Dry run: would mark {marked}, {expected} of it duplicate. Nothing was changed.");
+        return format!("Dry run: would mark {marked}, {expected} of it duplicate.{unread} Nothing was changed.");
     }
     let saves = summary.saved_bytes.map_or("an unknown amount".to_owned(), style::human);
     format!("Saves {saves} after {:.1} s.", summary.seconds)
