@@ -64,7 +64,7 @@ fn equal_processes(report: &ScanReport) -> Vec<(String, Figures)> {
             figures += row.figures;
         }
         let pids: Vec<String> = group.iter().map(|row| row.pid.to_string()).collect();
-        let pid = if pids.len() == 1 { pids[0].clone() } else { format!("{} equal", pids.len()) };
+        let pid = if pids.len() == 1 { pids[0].clone() } else { format!("{} pids", pids.len()) };
         let exe = exe.as_deref().unwrap_or_default();
         let labels = format!(
             "<td class=\"n\" title=\"{}\">{pid}</td><td class=\"name\" title=\"{}\">{}</td>",

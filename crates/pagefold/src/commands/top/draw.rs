@@ -373,11 +373,16 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let mut rows = Vec::new();
     for row in &explanation.regions {
         let name = row.file.as_ref().unwrap_or(&row.mapping);
-        let ratio = percent(row.figures.duplicate_ratio, 1.0);
+        let mut ratio = percent(row.figures.duplicate_ratio, 1.0);
+        if !row.figures.is_known() {
+            "not known".clone_into(&mut ratio);
+        } else if !row.figures.exact {
+            ratio.insert(0, '~');
+        }
         let cells = [
             Cell::new(printable(name.as_bytes())),
             right(size(row.figures.resident.bytes().0)),
-            right(if row.figures.exact { ratio } else { format!("~{ratio}") }),
+            right(ratio),
             right(size(row.figures.marked.bytes().0)),
             Cell::new(row.figures.kind.to_string()).style(look.kind(row.figures.kind)),
             Cell::new(row.next.clone()),

@@ -157,14 +157,17 @@ fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
 
 fn programs(html: &mut String, status: &Status) {
     let mut sums = by_workload(process_rows(status));
-    sums.retain(|sum| sum.workload != NO_WORKLOAD);
+    if sums.iter().all(|sum| sum.workload == NO_WORKLOAD) {
+        sums.clear();
+    }
     sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.unmerged_bytes)));
     if !sums.is_empty() {
         let head = format!("<th>Workload</th><th class=\"n wide\">Processes</th>{MEMORY_HEAD}");
         table(html, "By workload", &head, &sums, |sum| {
+            let name = if sum.workload == NO_WORKLOAD { "none" } else { &sum.workload };
             format!(
                 "<td class=\"name\">{}</td><td class=\"n wide\">{}</td>{}",
-                escape(&sum.workload),
+                escape(name),
                 sum.processes,
                 memory_cells(&sum.memory, sum.saved_bytes)
             )
@@ -174,7 +177,7 @@ fn programs(html: &mut String, status: &Status) {
     table(html, "By process", &head, &equal_processes(status), |row| {
         let pid = match row.pid {
             Some(pid) if row.processes == 1 => pid.to_string(),
-            _ => format!("{} equal", row.processes),
+            _ => format!("{} pids", row.processes),
         };
         format!(
             "<td class=\"n\">{pid}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
