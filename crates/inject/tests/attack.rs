@@ -5,7 +5,7 @@
 //!
 //! The torture test has victims for everything else: every blocking call and its restart block, `io_uring` waits,
 //! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen cgroups,
-//! vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
+//! vforks and execs, namespaces, each disturbed by signals.
 //!
 //! The kinds `coroutines`, `alternate-stacks` and `page-faults` act like the runtimes of Go, the JVM, Lua and Boost
 //! (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on alternate stacks,
@@ -53,12 +53,11 @@ const fn kind(name: &'static str, share: u32) -> Kind {
     Kind { name, mode: name, place: Anywhere, share, hurried: 32, willing: true }
 }
 
-const KINDS: [Kind; 22] = [
+const KINDS: [Kind; 21] = [
     kind("code-swap", 10),
     kind("trapped-calls", 10),
     kind("breakpoints", 10),
     Kind { hurried: 1, ..kind("epoll", 5) },
-    kind("local-stack", 10),
     kind("coroutines", 10),
     kind("local-coroutines", 10),
     kind("alternate-stacks", 10),

@@ -31,7 +31,6 @@ pub fn main(kind: &str) {
         "code-swap" => code_swap(),
         "trapped-calls" => trapped_calls(),
         "breakpoints" => breakpoints(),
-        "local-stack" => stacks::local_stack(),
         "epoll" => epoll(),
         "coroutines" => stacks::coroutines(memory),
         "local-coroutines" => stacks::local_coroutines(memory),

@@ -6,7 +6,7 @@
 #![allow(clippy::large_stack_arrays, reason = "data on a stack is what some of this is about")]
 
 use super::states::{Doze, Faults};
-use super::{done, rounds, watched};
+use super::{rounds, watched};
 use crate::checks::{Memory, handle};
 use crate::hold::{spin, spinning};
 use crate::system::{anonymous, nanosleep_us, sleep_us, spawn_on};
@@ -337,28 +337,4 @@ fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
     unsafe { libc::madvise(stack.cast(), unused, libc::MADV_DONTNEED) };
     spin(60_000)?;
     sleep_us(50)
-}
-
-/// A thread sleeps on a small stack in a local array. Below, in the same mapping, there's data that another thread
-/// writes and checks.
-pub fn local_stack() -> Result<(), String> {
-    #[inline(never)]
-    fn sleep_in(array: *mut u8) -> Result<(), String> {
-        // This data lies below `array`, in this function's frame.
-        let data: [AtomicU64; 4096] = std::array::from_fn(|_| AtomicU64::new(0));
-        let time = libc::timespec { tv_sec: 0, tv_nsec: 200_000 };
-        watched(&[&data], || {
-            while !done() {
-                unsafe {
-                    asm!(
-                        "mov r12, rsp", "mov rsp, {top}", "mov eax, 35", "xor esi, esi", "syscall", "mov rsp, r12",
-                        top = in(reg) array.add(256), in("rdi") &raw const time,
-                        out("rax") _, out("rsi") _, out("rcx") _, out("r11") _, out("r12") _,
-                    );
-                }
-            }
-            Ok(())
-        })
-    }
-    in_thread(|| sleep_in(std::hint::black_box([0_u8; 512].as_mut_ptr())))
 }
