@@ -173,7 +173,6 @@ fn counts(run: &Run, fail: &mut impl FnMut(String)) {
             // We may stop a writer while it runs, perhaps in the middle of a write, but never while a write blocks.
             Class::Reluctant if name.ends_with("-write") => tally.count("NoSafeThread") > 0,
             Class::Reluctant | Class::Execs | Class::ShortLived => tally.made > 0,
-            Class::Compat => tally.made == 0 && tally.count("Compat") > 0,
         };
         if !enough && run.wanted >= 5000 {
             fail(format!("{name}: {tally:?}"));

@@ -2,8 +2,8 @@
 
 use pagefold_inject::InjectError;
 use pagefold_procmem::process::Process;
-use pagefold_testkit::injection::{BLOCKING, Victim, start_compat};
-use pagefold_testkit::{Freezer, OwnedChild, skip_unsupported, status_field};
+use pagefold_testkit::injection::{BLOCKING, Victim};
+use pagefold_testkit::{Freezer, skip_unsupported, status_field};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,8 +20,6 @@ pub enum Class {
     Execs,
     /// It may end at any moment.
     ShortLived,
-    /// It's a 32-bit program, which we always refuse.
-    Compat,
 }
 
 impl Class {
@@ -33,7 +31,6 @@ impl Class {
             Self::ShortLived => {
                 error.is_passing() || matches!(error, InjectError::Vanished { .. } | InjectError::Zombie { .. })
             }
-            Self::Compat => matches!(error, InjectError::Compat { .. }),
         }
     }
 
@@ -41,8 +38,9 @@ impl Class {
     fn weight(self) -> usize {
         match self {
             Self::Willing => 6,
-            Self::ShortLived | Self::Execs => 4,
-            Self::Reluctant | Self::Compat => 2,
+            Self::ShortLived => 12,
+            Self::Execs => 4,
+            Self::Reluctant => 2,
         }
     }
 }
@@ -134,8 +132,6 @@ pub struct Victims {
     pub direct: Vec<usize>,
     pub freezers: Vec<(Freezer, Vec<usize>)>,
     pub stopped: Vec<usize>,
-    /// The 32-bit program, and the directory that holds it.
-    compat: Option<(OwnedChild, tempfile::TempDir)>,
 }
 
 const WITH_TRAITS: [&str; 14] = [
@@ -207,7 +203,6 @@ impl Victims {
             });
             victims.direct.extend(index);
         }
-        victims.add_compat();
         victims
     }
 
@@ -242,22 +237,6 @@ impl Victims {
         }
         self.members.push(member);
         index
-    }
-
-    fn add_compat(&mut self) {
-        let dir = tempfile::tempdir().unwrap();
-        let child = match start_compat(dir.path(), 0) {
-            Ok(child) => child,
-            Err(why) => return skip_unsupported(why),
-        };
-        let Ok(process) = Process::open(child.pid()) else {
-            return skip_unsupported("32-bit programs end at once");
-        };
-        let member = Member::new("32-bit", Class::Compat, Signals::Ignored);
-        let inner_pid = process.pid();
-        *member.target.lock().unwrap() = Some(Arc::new(Target { process, addr: 0, len: 0, inner_pid }));
-        self.add(member);
-        self.compat = Some((child, dir));
     }
 
     /// The number of members with each name.

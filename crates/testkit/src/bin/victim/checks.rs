@@ -4,7 +4,6 @@ use crate::system::{ANONYMOUS, WRITABLE, map};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const PAGES: usize = 64;
-pub const WAIT_MS: i64 = 300;
 pub const LONG_MS: i64 = 20_000;
 pub const HARMLESS: u64 = 0xfeed_face_cafe_beef;
 

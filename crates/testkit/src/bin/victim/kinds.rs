@@ -4,14 +4,10 @@ use crate::blocking::{epoll, forked, pipe, word};
 use crate::checks::unsigned;
 use crate::handlers::{self, STORM, bit};
 use crate::system::{WRITABLE, map};
-use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The timeout of calls that we make again and again, in milliseconds.
-const REPEATED_MS: i64 = 30;
-/// The timeout of the next call. If it isn't [`REPEATED_MS`] when we choose the kind, we make the call only twice. Then
-/// a call with a timeout ends by it. A call without one ends by an event after that time, and the second time by a
-/// signal.
-pub static TIMEOUT_MS: AtomicI64 = AtomicI64::new(REPEATED_MS);
+/// The timeout of a call, in milliseconds.
+const TIMEOUT_MS: i64 = 30;
 const EAGAIN: i64 = -11;
 const ETIME: i64 = -62;
 const ETIMEDOUT: i64 = -110;
@@ -57,14 +53,6 @@ impl<T: 'static> Place<T> {
     }
 }
 
-fn timeout_ms() -> i64 {
-    TIMEOUT_MS.load(Ordering::Relaxed)
-}
-
-fn is_repeated() -> bool {
-    timeout_ms() == REPEATED_MS
-}
-
 struct Timeout(Place<libc::timespec>);
 
 impl Timeout {
@@ -73,22 +61,13 @@ impl Timeout {
     }
 
     fn set(&self) -> u64 {
-        let ms = timeout_ms();
-        self.0.set(libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 })
+        self.0.set(libc::timespec { tv_sec: 0, tv_nsec: TIMEOUT_MS * 1_000_000 })
     }
 }
 
-/// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that we don't
-/// repeat, the child makes one event.
+/// Starts a child that makes an event every few milliseconds, as long as this process lives.
 pub fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
-    if !is_repeated() {
-        forked(|| {
-            sleep_ms(timeout_ms());
-            event(0);
-        });
-        return;
-    }
     forked(move || {
         handlers::mask(!0);
         for round in 0_u64.. {
@@ -176,7 +155,7 @@ pub fn limit(fd: i32, ms: i64) {
 /// Sets the timeout of a socket before each call.
 fn limited(fd: i32, args: impl Fn() -> [u64; 6] + 'static) -> Args {
     Box::new(move || {
-        limit(fd, timeout_ms());
+        limit(fd, TIMEOUT_MS);
         args()
     })
 }
@@ -214,8 +193,6 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
         feed_bytes(writer);
         reader
     };
-    // For calls with a timeout.
-    let silent_or_piped = || if is_repeated() { piped() } else { pipe()[0] };
     Ok(match mode {
         "nanosleep" => {
             let rest = Place::new([0_u64; 2]).addr();
@@ -246,17 +223,17 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             restarting(libc::SYS_futex_waitv, either(0, EAGAIN), Box::new(args))
         }
         "poll" | "ppoll" | "ppoll-mask" => {
-            let fd = silent_or_piped();
+            let fd = piped();
             let polled = Place::new(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             let set = move || polled.set(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             if mode == "poll" {
-                make(libc::SYS_poll, drained(fd), Box::new(move || [set(), 1, unsigned(timeout_ms()), 0, 0, 0]))
+                make(libc::SYS_poll, drained(fd), Box::new(move || [set(), 1, unsigned(TIMEOUT_MS), 0, 0, 0]))
             } else {
                 make(libc::SYS_ppoll, drained(fd), Box::new(move || [set(), 1, timeout.set(), mask, 8, 0]))
             }
         }
         "select" | "pselect" | "pselect-mask" => {
-            let fd = silent_or_piped();
+            let fd = piped();
             let mut readable: libc::fd_set = unsafe { std::mem::zeroed() };
             unsafe { libc::FD_SET(fd, &raw mut readable) };
             let set = Place::new(readable);
@@ -264,7 +241,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             let sets = Place::new([mask, 8]).addr();
             if mode == "select" {
                 let args = move || {
-                    let until = until.set([timeout_ms() / 1000, timeout_ms() % 1000 * 1000]);
+                    let until = until.set([0, TIMEOUT_MS * 1000]);
                     [word(fd + 1), set.set(readable), 0, 0, until, 0]
                 };
                 make(libc::SYS_select, drained(fd), Box::new(args))
@@ -274,14 +251,14 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             }
         }
         "epoll" | "epoll-pwait-mask" | "epoll-pwait2" => {
-            let fd = silent_or_piped();
+            let fd = piped();
             let epoll = word(epoll(fd));
             if mode == "epoll-pwait2" {
                 let args = move || [epoll, buffer, 8, timeout.set(), 0, 0];
                 return Ok(make(libc::SYS_epoll_pwait2, drained(fd), Box::new(args)));
             }
             let nr = if mode == "epoll" { libc::SYS_epoll_wait } else { libc::SYS_epoll_pwait };
-            make(nr, drained(fd), Box::new(move || [epoll, buffer, 8, unsigned(timeout_ms()), mask, 8]))
+            make(nr, drained(fd), Box::new(move || [epoll, buffer, 8, unsigned(TIMEOUT_MS), mask, 8]))
         }
         "read-pipe" => {
             let fd = word(piped());
@@ -458,7 +435,7 @@ fn children(wait4: bool) -> Kind {
     let current = std::rc::Rc::clone(&child);
     let args = move || {
         if current.get() == 0 {
-            current.set(forked(|| sleep_ms(if is_repeated() { 8 } else { timeout_ms() })));
+            current.set(forked(|| sleep_ms(8)));
         }
         if wait4 { [u64::MAX, 0, 0, 0, 0, 0] } else { [0, 0, 0, 4, 0, 0] }
     };

@@ -1,9 +1,7 @@
 //! Processes for the injection tests. Each checks that it doesn't notice the injection.
 //!
 //! `victim MODE`, for pagefold-inject's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
-//! `bad: REASON`. Modes that block do so twice. The first time, the call must end as if there were no injector, by its
-//! timeout or event. Before the second time the victim prints `again`; then a real SIGUSR1 must end the call with EINTR
-//! and one run of the handler.
+//! `bad: REASON`.
 //!
 //! | command | for |
 //! | --- | --- |
@@ -65,22 +63,13 @@ fn main() {
 
 fn run(mode: &str) -> Result<(), String> {
     match mode {
-        "busy" => states::busy(),
         "idle" => states::command().map(drop),
         "leaderless" => states::leaderless(),
-        "sleeper" => states::sleeper(),
         "stopped" => states::stopped(),
         "vfork" => states::vfork(800_000),
         "big-write" => states::big_write(),
-        "threads" => states::threads(),
-        "strict" => seccomp::strict(),
-        "filter-kill" => seccomp::filtered(libc::SECCOMP_RET_KILL_PROCESS),
-        "filter-errno" => seccomp::filtered(libc::SECCOMP_RET_ERRNO | 1),
-        "filter-trap" => seccomp::filtered(libc::SECCOMP_RET_TRAP),
-        "rseq" => rseq::rseq(),
-        "churn" => states::churn(),
         "forks" => states::forks(),
         "moving" => states::moving(),
-        _ => blocking::blocking(mode),
+        _ => Err(format!("no such mode: {mode}")),
     }
 }

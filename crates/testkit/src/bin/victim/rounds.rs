@@ -93,15 +93,18 @@ fn jit(memory: Memory) -> Result<(), String> {
 }
 
 fn sequences(memory: Memory) -> Result<(), String> {
+    let mut aborted = 0;
     rounds(memory, || {
-        let mut left = 4;
-        rseq::sequences(|| {
+        let mut left = 16;
+        aborted += rseq::sequences(|| {
             left -= 1;
             left == 0
         })?;
         nap(REST_US);
         Ok(())
-    })
+    })?;
+    // Otherwise this mode could not fail.
+    if aborted == 0 && ROUNDS.load(Relaxed) > 1000 { Err("no sequence was ever interrupted".into()) } else { Ok(()) }
 }
 
 /// Changes mask, a handler and the alternate stack, and checks that they stay.
@@ -264,6 +267,9 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();
     torture::ready(memory);
+    if ms % 2 == 0 {
+        napping_thread(1)?;
+    }
     for _ in 0..ms {
         spin(100_000)?;
         nanosleep_us(1000)?;

@@ -51,9 +51,3 @@ pub fn sequences(mut done: impl FnMut() -> bool) -> Result<u64, String> {
     }
     if lost == 0 { Ok(aborted) } else { Err(format!("{lost} sequences went on after an interruption")) }
 }
-
-pub fn rseq() -> Result<(), String> {
-    let aborted = sequences(crate::torture::is_asked_to_end)?;
-    println!("aborted {aborted}");
-    Ok(())
-}

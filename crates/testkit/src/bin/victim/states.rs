@@ -1,9 +1,9 @@
 //! Modes that don't just block in a call.
 
 use crate::blocking::{forked, pipe, word};
-use crate::checks::{HARMLESS, LONG_MS, Memory, PAGES, report};
+use crate::checks::{HARMLESS, Memory, PAGES, report};
 use crate::hold::call;
-use crate::system::{anonymous, sleep_us};
+use crate::system::anonymous;
 use crate::torture::is_asked_to_end;
 
 /// Waits for a byte on standard input.
@@ -23,17 +23,6 @@ pub fn mix(rounds: u64) -> u64 {
     })
 }
 
-pub fn busy() -> Result<(), String> {
-    let expected = mix(std::hint::black_box(20_000_000));
-    let until = std::time::Instant::now() + std::time::Duration::from_millis(700);
-    while std::time::Instant::now() < until {
-        if mix(std::hint::black_box(20_000_000)) != expected {
-            return Err("a computation went wrong".into());
-        }
-    }
-    Ok(())
-}
-
 /// The main thread ends, and another one waits for a byte.
 pub fn leaderless() -> Result<(), String> {
     std::thread::spawn(|| {
@@ -42,12 +31,6 @@ pub fn leaderless() -> Result<(), String> {
     });
     unsafe { libc::syscall(libc::SYS_exit, 0) };
     Ok(())
-}
-
-pub fn sleeper() -> Result<(), String> {
-    loop {
-        sleep_us(LONG_MS * 1000)?;
-    }
 }
 
 pub fn stopped() -> Result<(), String> {
@@ -81,27 +64,6 @@ pub fn big_write() -> Result<(), String> {
         0x10_0000 => Ok(()),
         other => Err(format!("a write of 1 MiB answered {other}")),
     }
-}
-
-pub fn threads() -> Result<(), String> {
-    let workers: Vec<_> = (0..6).map(|_| std::thread::spawn(busy)).collect();
-    workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
-}
-
-pub fn churn() -> Result<(), String> {
-    let until = std::time::Instant::now() + std::time::Duration::from_millis(1500);
-    while std::time::Instant::now() < until {
-        let thread = std::thread::spawn(|| mix(1000));
-        let child = forked(|| {});
-        let reaped = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
-        if reaped != child {
-            return Err(format!("waitpid answered {reaped}"));
-        }
-        if thread.join().is_err() {
-            return Err("a thread panicked".into());
-        }
-    }
-    Ok(())
 }
 
 /// Forks without pause, with 512 MiB of page tables to copy, until a byte comes.
