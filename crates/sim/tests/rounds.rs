@@ -15,18 +15,6 @@ fn thin() -> Replica {
     Replica { template: 20, density: vec![Permyriad(1_000)], zeros: Permyriad(0), run: 2, shift: 0 }
 }
 
-#[test]
-fn one_content_beside_random_pages_is_merged_within_seconds() {
-    let mut sim = Machine::new(host());
-    scenario::static_mix(&mut sim, Pages(512 * MIB));
-    let savable = sim.truth().savable;
-    sim.run(20);
-    let ledger = sim.engine.ledger();
-    assert!(ledger.saved.unwrap().0 * 100 >= savable * 99, "{} of {savable}", ledger.saved.unwrap().0);
-    assert!(ledger.marked.0 < 520 * MIB, "{:?}", ledger.marked);
-    assert!(ledger.seconds_to_90_percent().unwrap() < 3.0, "{:?}", ledger.seconds_to_90_percent());
-}
-
 /// We say how long reading and merging will take.
 #[test]
 fn the_time_until_all_is_merged_is_foreseen() {
