@@ -70,61 +70,6 @@ fn reads(process: &Process, page: Vpn) -> bool {
     read.is_ok() && seen
 }
 
-#[test]
-#[cfg_attr(not(feature = "live"), ignore = "needs root")]
-fn dropped_capabilities_are_gone_from_every_set() {
-    if !may_all() {
-        return;
-    }
-    with_only(&READING, || {
-        let expected: CapsHashSet = READING.into_iter().collect();
-        for set in [CapSet::Effective, CapSet::Permitted] {
-            assert_eq!(caps::read(None, set).unwrap(), expected);
-        }
-        assert!(caps::read(None, CapSet::Bounding).unwrap().is_subset(&expected));
-        for set in [CapSet::Inheritable, CapSet::Ambient] {
-            assert!(caps::read(None, set).unwrap().is_empty());
-        }
-        // Neither a request nor a program run by root restores them.
-        assert!(caps::raise(None, CapSet::Effective, Capability::CAP_SYS_NICE).is_err());
-        let status = Command::new("cat").arg("/proc/self/status").output().unwrap();
-        let status = String::from_utf8(status.stdout).unwrap();
-        for line in
-            ["CapInh:\t0000000000000000", "CapPrm:\t0000000000280004", "CapBnd:\t0000000000280004", "NoNewPrivs:\t1"]
-        {
-            assert!(status.contains(line), "{line} is missing in {status}");
-        }
-    });
-    assert!(may_all(), "only that thread has dropped capabilities");
-}
-
-#[test]
-#[cfg_attr(not(feature = "live"), ignore = "needs root")]
-fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
-    if !may_all() || caps::read(None, CapSet::Permitted).unwrap().len() == READING.len() {
-        return;
-    }
-    let without: Vec<_> = caps::all().into_iter().filter(|&capability| capability != Capability::CAP_SETPCAP).collect();
-    std::thread::scope(|scope| {
-        let acting = scope.spawn(|| {
-            let permitted = caps::read(None, CapSet::Permitted).unwrap();
-            let less: CapsHashSet =
-                without.iter().copied().filter(|capability| permitted.contains(capability)).collect();
-            caps::set(None, CapSet::Effective, &less).unwrap();
-            caps::set(None, CapSet::Permitted, &less).unwrap();
-            keep_only(&READING).unwrap();
-            assert!(caps::read(None, CapSet::Bounding).unwrap().len() > READING.len());
-            let status = Command::new("cat").arg("/proc/self/status").output().unwrap();
-            let status = String::from_utf8(status.stdout).unwrap();
-            assert!(
-                status.contains("CapPrm:\t0000000000280004") && status.contains("CapEff:\t0000000000280004"),
-                "{status}"
-            );
-        });
-        acting.join().unwrap();
-    });
-}
-
 /// With all three capabilities we can read a process of another user. Without any one of them something fails.
 #[test]
 #[cfg_attr(not(feature = "live"), ignore = "needs root")]
