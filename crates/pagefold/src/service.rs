@@ -154,37 +154,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manager_hears_that_a_run_is_alive_and_delays_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("notify");
-        let heard = UnixDatagram::bind(&path).unwrap();
-        heard.set_nonblocking(true).unwrap();
-        let begun = Instant::now();
-        let mut manager = ServiceManager {
-            socket: connect(path.as_os_str()),
-            watchdog: Some(Duration::from_secs(5)),
-            alive: begun,
-            told: None,
-        };
-        let messages = || {
-            let mut bytes = [0; 200];
-            std::iter::from_fn(|| {
-                let length = heard.recv(&mut bytes).ok()?;
-                Some(String::from_utf8_lossy(&bytes[..length]).into_owned())
-            })
-            .collect::<Vec<_>>()
-        };
-        manager.ready();
-        for second in [1, 2, 6, 7, 12] {
-            manager.alive(begun + Duration::from_secs(second), || format!("second {second}"));
-        }
-        assert_eq!(messages(), ["READY=1", "STATUS=second 1", "WATCHDOG=1", "WATCHDOG=1", "STATUS=second 12"]);
-        // The manager's queue is full now, which must not block us.
-        (0..10_000).for_each(|_| manager.ready());
-        assert!(messages().len() < 10_000);
-    }
-
-    #[test]
     fn an_entry_of_the_journal_has_one_field_for_each_value_whatever_is_in_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal");
