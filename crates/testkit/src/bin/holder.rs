@@ -24,6 +24,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::process::CommandExt;
 
 const PAGE: usize = 4096;
+const PRIVATE: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 /// Inaccessible pages on either side of the memory, which keep it from becoming part of a neighbouring mapping.
 const FENCE: usize = 512;
 /// How many pages we check at a time.
@@ -35,7 +36,7 @@ fn main() {
     // SAFETY: a fresh private mapping, checked for failure. We make its middle accessible, which is page-aligned,
     // zeroed by the kernel and never unmapped.
     let (start, bytes) = unsafe {
-        let (flags, all) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, length + 2 * FENCE * PAGE);
+        let (flags, all) = (PRIVATE | libc::MAP_NORESERVE, length + 2 * FENCE * PAGE);
         let start = libc::mmap(std::ptr::null_mut(), all, libc::PROT_NONE, flags, -1, 0);
         assert_ne!(start, libc::MAP_FAILED);
         let start = start.byte_add(FENCE * PAGE);
@@ -117,11 +118,11 @@ fn main() {
             ("shared", &[pages, content]) => {
                 // SAFETY: the name ends with a zero.
                 let file = unsafe { libc::memfd_create(c"guest".as_ptr(), libc::MFD_CLOEXEC) };
-                map_more(pages, content, libc::MAP_SHARED, file);
+                map_more(std::ptr::null_mut(), pages, content, libc::MAP_SHARED, file);
                 0
             }
             ("hugetlb", &[pages, content]) => {
-                map_more(pages, content, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB, -1);
+                map_more(std::ptr::null_mut(), pages, content, PRIVATE | libc::MAP_HUGETLB, -1);
                 0
             }
             ("register", [_, _]) => {
@@ -168,7 +169,7 @@ fn main() {
             ("fork", &[pages, content]) => {
                 let length = usize::try_from(pages).expect("a length") * PAGE;
                 assert!(length < FENCE * PAGE);
-                fork(|| map_at(start.wrapping_byte_sub(length), length, content))
+                fork(|| map_more(start.wrapping_byte_sub(length), pages, content, PRIVATE, -1))
             }
             ("fork", &[_, _, content]) => {
                 let (first, pages) = range();
@@ -300,31 +301,19 @@ fn map(start: *mut libc::c_void, length: usize, path: &str) {
     assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
 }
 
-/// Maps more memory, which we never unmap, and gives its pages ascending contents.
-fn map_more(pages: u64, content: u64, flags: i32, file: i32) {
+/// Maps more memory, which we never unmap, and gives its pages ascending contents. At an address, it replaces a part of
+/// the fence.
+fn map_more(at: *mut libc::c_void, pages: u64, content: u64, flags: i32, file: i32) {
     let length = usize::try_from(pages).expect("a length") * PAGE;
-    // SAFETY: a fresh mapping, checked for failure, that nobody else uses. The kernel zeroes it.
+    let flags = if at.is_null() { flags } else { flags | libc::MAP_FIXED };
+    // SAFETY: a fresh mapping, checked for failure, that nobody else uses; the fence is ours, and nobody uses it. The
+    // kernel zeroes the memory.
     let bytes = unsafe {
         if file >= 0 {
             assert_eq!(libc::ftruncate(file, i64::try_from(length).expect("a length")), 0);
         }
-        let start = libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ | libc::PROT_WRITE, flags, file, 0);
+        let start = libc::mmap(at, length, libc::PROT_READ | libc::PROT_WRITE, flags, file, 0);
         assert_ne!(start, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-        std::slice::from_raw_parts_mut(start.cast::<u8>(), length)
-    };
-    for (page, number) in bytes.chunks_exact_mut(PAGE).zip(0..) {
-        fill(page, content + number);
-    }
-}
-
-/// Replaces a part of the fence by memory whose pages have ascending contents.
-fn map_at(start: *mut libc::c_void, length: usize, content: u64) {
-    let access = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: the fence is ours, and nobody uses it. The new mapping is checked, zeroed by the kernel and never unmapped.
-    let bytes = unsafe {
-        let mapped = libc::mmap(start, length, access, flags, -1, 0);
-        assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
         std::slice::from_raw_parts_mut(start.cast::<u8>(), length)
     };
     for (page, number) in bytes.chunks_exact_mut(PAGE).zip(0..) {
