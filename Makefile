@@ -91,7 +91,7 @@ field:
 attack:
 	@scripts/setup attack
 	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked --features live -p pagefold-inject --test attack -- --nocapture
-	$(CARGO) test --locked --features live -p pagefold-inject --test judges -- --ignored --nocapture --test-threads 1 \
+	cd lab && $(CARGO) test --locked --test judges -- --ignored --nocapture --test-threads 1 \
 	    $(if $(PAGEFOLD_CRIU),,--skip criu) $(if $(PAGEFOLD_LTP),,--skip ltp)
 
 lint:
@@ -117,7 +117,7 @@ fuzz-long:
 	scripts/fuzz 180
 
 LAB_LIVE := kernel real_programs
-LAB_TESTS := $(filter-out $(LAB_LIVE),$(basename $(notdir $(wildcard lab/tests/*.rs lab/report/tests/*.rs))))
+LAB_TESTS := $(filter-out $(LAB_LIVE) judges,$(basename $(notdir $(wildcard lab/tests/*.rs lab/report/tests/*.rs))))
 
 # An annex is in a folder of the same name. Clippy and the tests of one are for it, not for what it depends on.
 lab fleet xen:

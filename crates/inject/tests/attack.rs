@@ -9,7 +9,7 @@
 //!
 //! The kinds `coroutines`, `alternate-stacks` and `page-faults` act like the runtimes of Go, the JVM, Lua and Boost
 //! (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on alternate stacks,
-//! safepoints by page faults). `judges.rs` injects into programs that others wrote.
+//! safepoints by page faults). The lab's `judges.rs` injects into programs that others wrote.
 
 #[path = "torture/tally.rs"]
 mod tally;

@@ -5,7 +5,6 @@
 //! program on the JVM that checks itself while its collectors move everything. Two more judges must be built by hand,
 //! as their documentation says, and named, or `make attack` leaves them out. `PAGEFOLD_CRIU` is a tree of CRIU with
 //! `test/zdtm/lib` built. `PAGEFOLD_LTP` is a tree of the Linux Test Project with the folders in [`LTP_FOLDERS`] built.
-#![cfg(feature = "live")]
 
 use pagefold_engine::random::Random;
 use pagefold_inject::{Call, Limits, inject};
