@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pagefold_testkit::*;
 
@@ -225,28 +225,6 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     assert!(!is_marked(&victim_pid));
     assert_apart(&victim_pid, &other_pids);
     assert!(victim.is_intact() && others.iter_mut().all(Holder::is_intact));
-    ksm.end(daemon, &all);
-}
-
-/// A program of another domain has marked its own memory before the run, and is traced, so we can't unmark it.
-#[test]
-fn a_program_that_marks_itself_holds_up_nothing() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let config = ConfigFile::new("[domains]\nby = \"user\"\n");
-    let mut victim = doubled(&victim_binary("holder"), 0xd0a5_0000);
-    let mut attacker = Holder::start(DOUBLED);
-    become_other(&mut attacker);
-    assert_eq!(attacker.ask(&format!("mark 0 {DOUBLED}")), 0);
-    let tracer = Tracer::of(attacker.pid());
-    let (victim_pid, attacker_pid) = ([victim.pid()], [attacker.pid()]);
-    let all = [victim_pid, attacker_pid].concat();
-    let daemon = Daemon::on(&all, &options(&config)).answering();
-    let begun = Instant::now();
-    wait_until_merged(&victim_pid, 7 * MIB);
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    assert!(is_marked(&attacker_pid) && status()["foreign_marks"] == false);
-    drop(tracer);
-    assert!(victim.is_intact() && attacker.is_intact());
     ksm.end(daemon, &all);
 }
 

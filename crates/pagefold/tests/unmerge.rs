@@ -6,7 +6,6 @@ use pagefold_testkit::*;
 use pagefold_workload::Tenant;
 use serde_json::{Value, json};
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -91,43 +90,6 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     assert_eq!(daemon.stop()["knobs_restored"], true);
     assert_intact(&mut tenants);
     ksm.give_back(&pids);
-}
-
-#[test]
-fn newcomers_that_the_selector_matches_are_kept_out_too() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let [exe, other] = [ProgramCopy::unique(), ProgramCopy::unique()];
-    let spec = spec(COMMON_MIB, 0, 91);
-    let start = |exe: &ProgramCopy| Tenant::start(exe, &spec).unwrap();
-    let mut tenants = vec![start(&exe), start(&exe), start(&other), start(&other)];
-    let first = pids(&tenants);
-    let daemon =
-        Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--exe", other.name()]).answering();
-    wait_until_merged(&first, MERGED);
-    let summary = json_of(&["unmerge", "--exe", exe.name()]);
-    assert_eq!(summary["processes"].as_array().unwrap().len(), 2, "{summary}");
-    assert_unmarked(&first[..2]);
-    assert!(are_merged(&first[2..], MERGED), "the other program stays merged");
-
-    tenants.extend([start(&exe), start(&other)]);
-    let newcomers = [tenants[4].pid(), tenants[5].pid()];
-    wait_until_merged(&newcomers[1..], MERGED);
-    std::thread::sleep(A_WHILE);
-    assert_unmarked(&[first[0], first[1], newcomers[0]]);
-    assert_eq!(left_alone(newcomers[0]).as_deref(), Some("unmerged by request of uid 0"));
-
-    // Include one of them by its pid, and then all by the program's name.
-    json_of(&["include", "--pid", &newcomers[0].to_string()]);
-    wait_until_merged(&newcomers, MERGED);
-    assert_unmarked(&first[..2]);
-    let included = json_of(&["include", "--exe", exe.name()]);
-    assert_eq!(included["processes"].as_array().unwrap().len(), 2, "{included}");
-    wait_until_merged(&first, MERGED);
-    assert_eq!(status()["kept_out"], json!([]));
-    daemon.stop();
-    assert_intact(&mut tenants);
-    unmerge(&pids(&tenants));
-    ksm.assert_restored();
 }
 
 /// Naming a process also covers its descendants, even those that it starts later.
@@ -272,64 +234,45 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     ksm.assert_restored();
 }
 
-/// One program has locked its memory map, and two others haven't. The daemon still answers, and without a daemon the
-/// command still ends.
+/// One program has locked its memory map, and two others haven't.
 #[test]
 fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    for with_daemon in [false, true] {
-        let mut victim = match Victim::try_start(&["stalling", "locking"]) {
-            Ok(victim) => victim,
-            Err(why) => return skip(why),
-        };
-        let mut tenants = same(95, 2);
-        let innocent = pids(&tenants);
-        let all = [&[victim.pid()], &innocent[..]].concat();
-        assert!(victim.pid() < innocent[0], "it is tried first");
-        let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
-        wait_until_merged(&innocent, MERGED);
-        wait_until("ksmd rests", || status()["busy"] == false);
-        let daemon = if with_daemon {
-            Some(daemon)
-        } else {
-            daemon.stop();
-            None
-        };
-        victim.send();
-        wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
-        let began = Instant::now();
-        let command = Daemon::start(&with_pids(&["unmerge", "--json"], &all, &[]));
-        for &pid in &innocent {
-            wait_until_unmarked(pid, Duration::from_secs(5), "marked beside a locked program");
-        }
-        let innocent_after = began.elapsed();
-        while command_is_running(&command) {
-            assert!(began.elapsed() < Duration::from_secs(20), "the command does not end");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        println!(
-            "daemon {with_daemon}: the others unmerged after {innocent_after:?}, ended after {:?}",
-            began.elapsed()
-        );
-        let ended = command.end();
-        assert_eq!(ended.code, Some(6), "{ended:?}");
-        let name = format!("process {} (victim) keeps its memory map locked; ", victim.pid());
-        assert!(ended.errors.contains(&name) && ended.errors.lines().count() == 1, "{ended:?}");
-        let summary: Value = serde_json::from_str(&ended.output).unwrap();
-        assert_eq!(row(&summary["processes"], "pid", innocent[0])["failed"], Value::Null, "{summary}");
-        assert!(row(&summary["processes"], "pid", victim.pid())["failed"].is_string(), "{summary}");
-        assert_intact(&mut tenants);
-        drop(victim);
-        if let Some(daemon) = daemon {
-            assert_eq!(left_alone(innocent[0]).as_deref(), Some("unmerged by request of uid 0"));
-            assert_eq!(daemon.stop()["knobs_restored"], true);
-        }
-        drop(tenants);
-        // Without the locked program, ksmd scans, and the deferred knob is restored.
-        ksm.give_back(&[Sleeper::start().pid()]);
+    let mut victim = match Victim::try_start(&["stalling", "locking"]) {
+        Ok(victim) => victim,
+        Err(why) => return skip(why),
+    };
+    let mut tenants = same(95, 2);
+    let innocent = pids(&tenants);
+    let all = [&[victim.pid()], &innocent[..]].concat();
+    assert!(victim.pid() < innocent[0], "it is tried first");
+    let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
+    wait_until_merged(&innocent, MERGED);
+    wait_until("ksmd rests", || status()["busy"] == false);
+    daemon.stop();
+    victim.send();
+    wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
+    let began = Instant::now();
+    let mut command = Daemon::start(&with_pids(&["unmerge", "--json"], &all, &[]));
+    for &pid in &innocent {
+        wait_until_unmarked(pid, Duration::from_secs(5), "marked beside a locked program");
     }
-}
-
-fn command_is_running(command: &Daemon) -> bool {
-    Path::new(&format!("/proc/{}", command.pid())).exists() && state(command.pid()) != b'Z'
+    let innocent_after = began.elapsed();
+    while command.is_running() {
+        assert!(began.elapsed() < Duration::from_secs(20), "the command does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("the others unmerged after {innocent_after:?}, ended after {:?}", began.elapsed());
+    let ended = command.end();
+    assert_eq!(ended.code, Some(6), "{ended:?}");
+    let name = format!("process {} (victim) keeps its memory map locked; ", victim.pid());
+    assert!(ended.errors.contains(&name) && ended.errors.lines().count() == 1, "{ended:?}");
+    let summary: Value = serde_json::from_str(&ended.output).unwrap();
+    assert_eq!(row(&summary["processes"], "pid", innocent[0])["failed"], Value::Null, "{summary}");
+    assert!(row(&summary["processes"], "pid", victim.pid())["failed"].is_string(), "{summary}");
+    assert_intact(&mut tenants);
+    drop(victim);
+    drop(tenants);
+    // Without the locked program, ksmd scans, and the deferred knob is restored.
+    ksm.give_back(&[Sleeper::start().pid()]);
 }
