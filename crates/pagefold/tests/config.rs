@@ -122,35 +122,6 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
 }
 
 #[test]
-fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
-    let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
-    let pid = agent.pid().to_string();
-    let dry = |more: &[&str]| pagefold(&[&["run", "--dry-run", "--json", "--for", "1s", "--pid", &pid], more].concat());
-    assert_refused(&dry(&[]), 6, "on the deny list (ssh-agent)");
-    assert_refused(&dry(&["--allow", "ssh-add"]), 6, "on the deny list (ssh-agent)");
-    assert_eq!(dry(&["--allow", "ssh-agent"]).status.code(), Some(0));
-    assert_refused(&dry(&["--allow", "ssh-agent", "--deny", "ssh*"]), 6, "on the deny list (ssh*)");
-    let scan = |more: &[&str]| pagefold(&[&["scan", "--json", "--pid", &pid], more].concat());
-    assert_refused(&scan(&[]), 6, "on the deny list (ssh-agent)");
-    assert_eq!(scan(&["--allow", "ssh-agent"]).status.code(), Some(0));
-
-    // The file allows the program at first, and then no longer.
-    let config = ConfigFile::new("[deny]\nexcept = [\"ssh-agent\"]\n");
-    let idle = Sleeper::start();
-    let options = ["--dry-run", "--for", "300s", "--config", config.name()];
-    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &options).answering();
-    let left_alone = || row(&status()["processes"], "pid", agent.pid())["left_alone"].clone();
-    assert_eq!(left_alone(), Value::Null, "it is in scope");
-    daemon.reload(&config, "");
-    wait_until("it is left alone", || left_alone() == "on the deny list (ssh-agent)");
-    daemon.stop();
-    assert_unmarked(&[agent.pid()]);
-    ksm.assert_restored();
-}
-
-#[test]
 fn a_run_can_be_made_to_say_what_it_does() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
@@ -257,17 +228,4 @@ fn what_the_file_denies_is_left_alone_whatever_the_command_line_selects() {
     refused(&["run", "--dry-run", "--for", "2s"], 6, "in trust domain user:0");
     fs::write(&file, "[deny]\nworkload = []\n").unwrap();
     refused(&["scan"], 2, "unknown key 'workload' in [deny]");
-}
-
-#[test]
-fn a_path_denies_the_program_behind_a_link() {
-    let dir = tempfile::tempdir().unwrap();
-    let link = dir.path().join("keeper");
-    std::os::unix::fs::symlink(fs::canonicalize("/usr/bin/sleep").unwrap(), &link).unwrap();
-    let idle = Sleeper::start();
-    let (pid, link) = (idle.pid().to_string(), link.to_str().unwrap());
-    for denied in [link, "/usr/bin/sleep", "sleep"] {
-        assert_fails(&["scan", "--pid", &pid, "--deny", denied], 6, &format!("on the deny list ({denied})"));
-    }
-    succeed(&["scan", "--pid", &pid, "--deny", "keeper"]);
 }

@@ -104,45 +104,6 @@ fn known_memory_is_counted_to_the_page() {
 }
 
 #[test]
-fn scanning_leaves_pages_shared_by_fork_shared() {
-    if !can_read_pages() {
-        return;
-    }
-    let mut parent = random(16, 4);
-    let pids = [parent.pid(), parent.fork()];
-    for round in 0..2 {
-        let report = scan(&pids, &["--exact"]);
-        let totals = &report["totals"];
-        // Both processes map the same 16 MiB, so nothing can be saved there. Reading mustn't copy those pages.
-        assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
-        assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
-        assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
-    }
-    // With a third process of the same contents, there are two frames for each content, and one can be saved.
-    let third = random(16, 4);
-    let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
-    let savable = bytes(&report["totals"], "savable_gross_bytes");
-    assert!((16 * MIB..20 * MIB).contains(&savable), "{savable}");
-    assert_close(bytes(process(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
-}
-
-#[test]
-fn excluded_memory_is_reported_with_the_reason() {
-    if !can_read_pages() {
-        return;
-    }
-    let mut holder = holder([(8, 7 << 32, 0), (4, 6 << 32, 1)]);
-    holder.ask(&format!("advise 0 {} {}", 8 * PAGES_PER_MIB, libc::MADV_DONTDUMP));
-    let report = scan(&[holder.pid()], &["--exact"]);
-    let excluded = process(&report, holder.pid())["excluded"].as_array().unwrap();
-    let secret = excluded.iter().find(|row| row["reason"].as_str().unwrap().contains("MADV_DONTDUMP")).unwrap();
-    assert_close(bytes(secret, "bytes"), 8 * MIB, 64 * 1024);
-    assert!(bytes(secret, "regions") >= 1);
-    assert!(bytes(&report["totals"], "duplicate_within_bytes") < 2 * MIB, "the excluded memory was read");
-    assert!(report["excluded"].as_array().unwrap().contains(secret));
-}
-
-#[test]
 fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
     if !can_read_pages() {
         return;
@@ -165,30 +126,6 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
         assert!((8 * MIB..10 * MIB).contains(&savable), "{savable}");
         assert!(number("pages_sharing") >= 2048, "scanning has unmerged pages");
     }
-}
-
-#[test]
-fn the_table_and_the_html_page_are_complete() {
-    if !can_read_pages() {
-        return;
-    }
-    // Beside another test's run, another command works, or none.
-    let Some(_ksm) = KsmAtRest::take() else { return };
-    let holders = [random(8, 1), random(8, 1)];
-    let pids = format!("{},{}", holders[0].pid(), holders[1].pid());
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("scan.html");
-    let output = pagefold(&["scan", "--pid", &pids, "--html", file.to_str().unwrap()]);
-    assert_eq!(output.status.code(), Some(0));
-    assert!(output.stderr.is_empty(), "a progress bar where there is no terminal");
-    let text = String::from_utf8(output.stdout).unwrap();
-    let parts = ["2 processes hold ", "could be saved", "holder", "anonymous", "heap", "pagefold run --pid "];
-    assert_has(&text, &parts);
-    assert!(!text.contains('\x1b'), "colour where there is no terminal");
-    let html = std::fs::read_to_string(&file).unwrap();
-    assert!(html.starts_with("<!doctype html>") && html.contains("could be saved") && html.contains("<svg"));
-    assert!(!html.contains("http://") && !html.contains("https://") && !html.contains("<script"));
-    assert_fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
 }
 
 /// As in a container with the host's pid namespace, but its own cgroup namespace.
