@@ -3,7 +3,7 @@
 //! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
 //! file server that doesn't respond. As long as it waits, our reads of that program's `smaps`, `pagemap` and `mem`
 //! block. Only a fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and nothing at all
-//! ends process_vm_readv (mm/process_vm_access.c). `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes
+//! ends process_vm_readv (mm/process_vm_access.c). `pagefold/tests/trust/worst.rs` shows this on 6.18. An exec makes
 //! readers wait in the same way (`exec_update_lock`).
 //!
 //! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names

@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `code` | maps executable memory of a FUSE file; a read of its pages never ends |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
-//! | `locking` | like `locked`, but only after it has read a byte; has 8 MiB of memory of its own |
+//! | `locking` | like `locked`, but only from the first byte read to the second one; has 8 MiB of memory of its own |
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
 //! | `frame` | a call to poll(2) that is injected stops the injector: meanwhile such a page replaces the one of the return frame. The first byte read ends that, and the second one is answered |
 //! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
@@ -23,7 +23,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// How many mappings the kind `mappings` has: a little less than the default of `vm.max_map_count`.
@@ -38,6 +38,8 @@ const OWN_BYTES: usize = 8 << 20;
 const COMMON_BYTES: usize = 1 << 20;
 /// Whether the kind `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
+/// The address of its own memory.
+static OWN: AtomicUsize = AtomicUsize::new(0);
 /// The process that serves the file.
 static SERVER: AtomicI32 = AtomicI32::new(0);
 /// How long threads wait for the others to begin.
@@ -56,6 +58,7 @@ pub fn main(kind: &str) {
         "locking" => stalled_file().map(|file| {
             let own = anonymous(OWN_BYTES).cast::<u64>();
             (0..OWN_BYTES / 8).for_each(|word| unsafe { own.add(word).write(word as u64) });
+            OWN.store(own.addr(), Ordering::Relaxed);
             lock(&file, || {
                 while !LOCKING.load(Ordering::Relaxed) {
                     std::thread::sleep(Duration::from_millis(5));
@@ -112,8 +115,10 @@ pub fn main(kind: &str) {
     if kind == "locking" {
         LOCKING.store(true, Ordering::Relaxed);
         read();
+        end_server();
+        read();
     }
-    report(memory.check());
+    report(memory.check().and_then(|()| check_own()));
     // We skip destructors, which would wait for threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
@@ -137,6 +142,18 @@ fn lock(file: &File, wait: fn()) {
 /// Reads the mapped file with the memory map locked for reading, for ever.
 fn read_stalled_file() {
     let _ = File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64);
+}
+
+/// Fails all reads of the file, also those that wait.
+fn end_server() {
+    unsafe { libc::kill(SERVER.load(Ordering::Relaxed), libc::SIGKILL) };
+}
+
+fn check_own() -> Result<(), String> {
+    let own = OWN.load(Ordering::Relaxed) as *const u64;
+    let intact =
+        own.is_null() || (0..OWN_BYTES / 8).all(|word| unsafe { own.add(word).read_volatile() } == word as u64);
+    if intact { Ok(()) } else { Err("its own memory changed".into()) }
 }
 
 /// Uses more of the stack than this program does later. Returns an address in the page below.
@@ -168,7 +185,7 @@ fn replace_frame(file: &File, top: usize) {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     map_at(written, 4096, access, libc::MAP_PRIVATE | libc::MAP_FIXED, file.as_raw_fd());
     unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
-    unsafe { libc::kill(SERVER.load(Ordering::Relaxed), libc::SIGKILL) };
+    end_server();
     map_at(written, 4096, access, libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS, -1);
 }
 
