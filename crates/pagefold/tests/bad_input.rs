@@ -51,18 +51,6 @@ fn seize(idle: &Sleeper) -> bool {
 }
 
 #[test]
-fn bad_arguments_are_refused() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let idle = Sleeper::start();
-    let pid = idle.pid().to_string();
-    assert_fails(&["run", "--pid", &pid, "--for=-3s"], 2, "--for");
-    assert_fails(&["run", "--pid=-1"], 2, "--pid");
-    assert_fails(&["unmerge", "--pid=-1"], 2, "--pid");
-    ksm.assert_restored();
-    assert_unmarked(&[idle.pid()]);
-}
-
-#[test]
 fn a_machine_without_the_device_is_told_so_before_anything_happens() {
     if std::path::Path::new("/dev/ksm").exists() {
         return;
