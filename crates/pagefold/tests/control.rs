@@ -137,28 +137,6 @@ fn status_and_explain_show_what_is_merged_and_why() {
 }
 
 #[test]
-fn an_answer_does_not_wait_for_the_end_of_a_round() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let idle = Sleeper::start();
-    // With this governor rounds take 20 s, and there's a cycle every second.
-    let daemon = daemon(&[idle.pid()], &["--governor", "quiet"]);
-    std::thread::sleep(Duration::from_secs(2));
-    let mut times: Vec<Duration> = (0..9)
-        .map(|_| {
-            std::thread::sleep(Duration::from_millis(130));
-            let before = Instant::now();
-            status();
-            before.elapsed()
-        })
-        .collect();
-    times.sort();
-    println!("an answer takes {times:?}");
-    assert!(times[4] < Duration::from_secs(2), "{times:?}");
-    daemon.stop();
-    ksm.assert_restored();
-}
-
-#[test]
 fn a_governor_takes_effect() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
@@ -168,7 +146,10 @@ fn a_governor_takes_effect() {
         assert_eq!(settings["schema"], "pagefold.control/1");
         assert_eq!((&settings["governor"], &settings["in_force"]), (&json!(name), &json!(name)));
         assert_eq!((&settings["allowed_share"], &settings["paused"]), (&json!(share), &json!(false)));
+        // A round of the governor `quiet` takes 20 s, and no answer waits for its end.
+        let asked = Instant::now();
         let status = status();
+        assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
         assert_eq!((&status["governor"], &status["allowed_share"]), (&json!(name), &json!(share)));
         assert_eq!(status["levels"][0]["share"], json!(share));
     }

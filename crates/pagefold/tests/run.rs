@@ -56,7 +56,8 @@ fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
         assert_intact(tenants);
         saved_bytes() >= savable && status()["busy"] == false
     });
-    daemon.stop()
+    daemon.signal(libc::SIGINT);
+    daemon.end().summary()
 }
 
 /// The most time that the default governor may take for most of the saving.
@@ -168,57 +169,6 @@ fn a_dry_run_changes_nothing_and_its_estimate_is_right() {
     assert!((expected..duplicate + 44 * MIB).contains(&marked), "{marked}");
 }
 
-#[test]
-fn a_signal_ends_a_run_cleanly_at_any_time() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut pair = pair(96, 0, 3);
-    let pids = pids(&pair);
-    // Interrupt the run while it reads.
-    let daemon = Daemon::on(&pids, &[]);
-    wait_until_begun();
-    daemon.signal(libc::SIGINT);
-    assert_eq!(daemon.end().summary()["knobs_restored"], true);
-    give_back(&ksm, &mut pair);
-    // End the run during a ksmd scan.
-    for signal in [libc::SIGTERM, libc::SIGINT] {
-        let daemon = Daemon::on(&pids, &[]);
-        wait_for_kick();
-        daemon.signal(signal);
-        let summary = daemon.end().summary();
-        assert_eq!(summary["knobs_restored"], true, "{summary}");
-        assert!(bytes(&summary, "marked_bytes") >= 2 * most(96 * MIB));
-        ksm.assert_knobs_restored_except(&["max_page_sharing"]);
-        give_back(&ksm, &mut pair);
-    }
-}
-
-#[test]
-fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut pair = pair(96, 0, 4);
-    let pids = pids(&pair);
-    for repair in ["doctor", "run"] {
-        let daemon = Daemon::on(&pids, &[]);
-        wait_for_kick();
-        let injectors = [daemon.children(), daemon.injectors()].concat();
-        assert_eq!(injectors.len(), 2, "one, and its starter");
-        assert_eq!(daemon.kill().code, None);
-        assert_intact(&mut pair);
-        assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
-        wait_until("the injector ends by itself", || !injectors.iter().any(|&pid| exists(pid)));
-        if repair == "doctor" {
-            assert_has(&succeed(&["doctor", "--fix", "--quiet"]), &["run restored to 0\n"]);
-            assert_eq!(succeed(&["doctor", "--fix", "--quiet"]), "");
-        } else {
-            let summary = merged(&mut pair, most(96 * MIB));
-            assert_eq!(summary["knobs_restored"], true);
-            assert!(saved_bytes() >= most(96 * MIB), "{summary}");
-        }
-        ksm.assert_knobs_restored_except(&["max_page_sharing"]);
-        give_back(&ksm, &mut pair);
-    }
-}
-
 /// The run has a /run of its own that disappears with it, as in a container.
 #[test]
 fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doctor() {
@@ -274,63 +224,8 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup_or_its_name() {
 }
 
 #[test]
-fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
+fn a_run_ends_when_all_named_processes_have_ended() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut pair = pair(32, 0, 15);
-    let pids = pids(&pair);
-    let Some(freezer) = Freezer::of_any_version() else { return };
-    let daemon = Daemon::on(&pids, &["--for", "300s"]);
-    wait_for_saving(32 * MIB);
-    daemon.stop();
-    freezer.freeze_process(pids[0]);
-    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
-    assert_failed(&output, 6, "frozen");
-    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
-    assert_eq!(summary["processes"][1]["failed"], Value::Null);
-    assert_unmarked(&pids[1..]);
-    assert!(marks(pids[0]).marked >= most(32 * MIB));
-    drop(freezer);
-    give_back(&ksm, &mut pair);
-}
-
-/// Holds 16 MiB, prints ready, and executes another program after a line of input.
-const EXECS: &str = r#"
-import os, random, sys
-held = random.Random(7).randbytes(16 << 20)
-print("ready", flush=True)
-sys.stdin.readline()
-os.execvp("sleep", ["sleep", "600"])
-"#;
-
-#[test]
-fn targets_that_end_or_execute_another_program_do_no_harm() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(48, 8, 7);
-    let dying = tenant(&spec(48, 8, 7));
-    let (mut changing, staying) = (Script::start(EXECS), Script::start(EXECS));
-    let scope = [pids(&tenants), vec![dying.pid(), changing.pid(), staying.pid()]].concat();
-    let daemon = Daemon::on(&scope, &["--for", "300s"]);
-    wait_until("the process that will be killed is marked", || marks(dying.pid()).marked > 0);
-    send(dying.pid(), libc::SIGKILL);
-    changing.say("now");
-    wait_until("it executes another program", || {
-        std::fs::read_to_string(format!("/proc/{}/comm", changing.pid())).unwrap() == "sleep\n"
-    });
-    drop(dying);
-    wait_until_merged(&pids(&tenants), most(48 * MIB));
-    // Until ksmd's next scan, pages of ended processes still count.
-    std::thread::sleep(Duration::from_secs(1));
-    let summary = daemon.stop();
-    assert_eq!(summary["processes"], 4, "{summary}");
-    assert_eq!(summary["knobs_restored"], true);
-    assert!(bytes(&summary, "saved_bytes") >= most(48 * MIB), "{summary}");
-    assert_intact(&mut tenants);
-    unmerge(&[changing.pid(), staying.pid()]);
-    give_back(&ksm, &mut tenants);
-    assert_eq!(state(changing.pid()), b'S');
-
-    // When all named processes have ended, the run also ends.
     let last = tenant(&spec(1, 0, 8));
     let daemon = Daemon::on(&[last.pid()], &[]);
     wait_until_begun();
