@@ -594,14 +594,4 @@ mod tests {
         fixture.scheduler.request(Pages(1));
         assert!(matches!(fixture.order(true), ScanOrder::Pace { .. }));
     }
-
-    #[test]
-    fn nothing_is_ordered_while_another_program_controls_ksm() {
-        let mut fixture = Fixture::new();
-        fixture.ksm.ours = false;
-        fixture.scheduler.request(Pages(1000));
-        assert_eq!(fixture.order(true), ScanOrder::Keep);
-        fixture.ksm.ours = true;
-        assert_eq!(fixture.order(true), ScanOrder::KICK);
-    }
 }

@@ -152,6 +152,9 @@ fn no_scan_is_ordered_while_another_program_controls_ksm() {
     let ledger = sim.engine.ledger();
     assert_eq!(ledger.cost.ksmd_ns, 0);
     assert_eq!(ledger.saved, Some(Pages(0)));
+    sim.set_ours(true);
+    sim.run(10);
+    assert!(sim.saved().0 * 100 >= 32 * MIB * 99, "{} saved", sim.saved().0);
 }
 
 #[test]
