@@ -1,4 +1,3 @@
-use super::batch::{IoRange, process_vm_readv};
 use super::*;
 use pagefold_engine::units::PAGE_SIZE;
 use pagefold_testkit::{Forked, Script};
@@ -161,40 +160,6 @@ fn zero_and_file_pages_are_told_apart() {
         let seen = read_own(&mut reader, (code, 1), Contents::All, huge);
         assert_eq!(seen, [(code, PageState::Absent, None)]);
     }
-}
-
-#[test]
-fn reading_does_not_unshare_pages_shared_by_fork() {
-    let memory = Memory::new(64);
-    (0..64).for_each(|page| memory.fill(page));
-    let _child = fork_with(&memory);
-    memory.fill(5); // its own copy from now on
-    let mut reader = PageReader::new();
-    let first = memory.first();
-    let exclusive = |reader: &mut PageReader| {
-        let mut count = 0;
-        reader.walk(&own(), first, Pages(64), |_, entry| count += u32::from(entry.exclusive())).unwrap();
-        count
-    };
-    assert_eq!(exclusive(&mut reader), 1);
-    let mut private = Vec::new();
-    reader.private_pages(&own(), &[(first, 64)], |page| private.push(page)).unwrap();
-    assert_eq!(private, [first + 5]);
-    for wanted in [Contents::Private, Contents::All] {
-        let seen = read_own(&mut reader, (first, 64), wanted, false);
-        for (index, (_, state, bytes)) in seen.iter().enumerate() {
-            let private = index == 5;
-            assert_eq!(*state, if private { PageState::Private } else { PageState::Shared });
-            assert_eq!(*bytes, (private || wanted == Contents::All).then(|| contents(index)));
-        }
-    }
-    assert_eq!(exclusive(&mut reader), 1, "reading has unshared pages");
-    // The control: a plain process_vm_readv does unshare pages.
-    let mut bytes = vec![0u8; 4 * PAGE_SIZE];
-    let length = 4 * PAGE_SIZE;
-    let local = IoRange { address: bytes.as_mut_ptr() as u64, length };
-    let got = process_vm_readv(own().pid(), &[local], &[IoRange { address: first.address(), length }]).unwrap();
-    assert_eq!((got, exclusive(&mut reader)), (length, 5));
 }
 
 /// A batch of all pages whose page table entries we've read.

@@ -107,6 +107,9 @@ fn reading_leaves_merged_and_shared_pages_alone() {
             assert_eq!(next, PAGES);
         }
     }
+    let mut found = Vec::new();
+    reader.private_pages(&parent, &runs, |page| found.push(page.0 - first.0)).unwrap();
+    assert!(found.into_iter().eq(private..PAGES), "only pages of its own");
     assert_eq!(both(&mut reader), before, "reading has changed how pages are held");
     assert_eq!(vmstat("cow_ksm"), breaks, "reading has unmerged pages");
 
