@@ -10,7 +10,6 @@
 //! | `runtimes` | programs whose runtime manages their memory: Java, Python, Go and JavaScript |
 //! | `servers` | databases, search servers and job runners |
 //! | `hosts` | swap |
-//! | `figures` | how much we say is saved |
 //! | `selection` | programs that are hard to find, to ask or to merge |
 //!
 //! Where a test names issues, people have reported the setup there.
@@ -20,8 +19,6 @@
 
 #[path = "field/families.rs"]
 mod families;
-#[path = "field/figures.rs"]
-mod figures;
 #[path = "field/hosts.rs"]
 mod hosts;
 #[path = "field/runtimes.rs"]
@@ -110,6 +107,20 @@ fn assert_saves(unmerged: u64, pids: &[i32], least_mib: u64, seconds: u64) {
             "{saved} MiB of {} saved after {seconds} s, not {least_mib}",
             unmerged / MIB
         );
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Waits until `status` is within 2 % of the truth. Its figure may be some seconds old.
+#[track_caller]
+fn assert_says(when: &str, saved: u64) {
+    let began = Instant::now();
+    loop {
+        let said = status()["saved_bytes"].as_u64();
+        if said.is_some_and(|said| said.abs_diff(saved) * 50 <= saved) {
+            return println!("{when}: {} MiB, known after {:.1} s", saved / MIB, began.elapsed().as_secs_f64());
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "{when}: {saved} saved, said {said:?}");
         std::thread::sleep(Duration::from_millis(100));
     }
 }

@@ -57,33 +57,6 @@ fn workers_that_allocate_memory_save_as_much_as_others() {
     ksm.end(daemon, &pids);
 }
 
-/// The kernel's count of what's saved grows with each worker that ksmd visits.
-#[test]
-fn pages_of_workers_are_not_counted_as_saved() {
-    let Some(_ksm) = KsmAtRest::take() else { return };
-    let mut masters = [program_with(MIB_EACH), program_with(MIB_EACH)];
-    let unmerged = held(&pids_of(&masters));
-    for master in &mut masters {
-        master.mark(0, master.pages);
-    }
-    let mut pids = pids_of(&masters);
-    for master in &mut masters {
-        pids.extend((0..WORKERS).map(|_| master.fork()));
-    }
-    write_knob("pages_to_scan", "100000");
-    write_knob("sleep_millisecs", "10");
-    write_knob("run", "1");
-    wait_until("ksmd has merged them", || saved_mib(unmerged, &pids) >= MIB_EACH * 98 / 100);
-    wait_until("ksmd has visited the workers", || number("pages_sharing") * 4096 > 5 * MIB_EACH * MIB);
-    let output = pagefold(&["doctor", "--json"]);
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let said = row(&report["findings"], "id", "ksm")["what"].as_str().unwrap();
-    let figure = said.split_once(" MiB").and_then(|(before, _)| before.rsplit(' ').next()?.parse::<f64>().ok());
-    let Some(figure) = figure else { panic!("no figure in {said}") };
-    assert!((90.0..=110.0).contains(&figure), "{said}, of {MIB_EACH} MiB that are saved");
-    write_knob("run", "0");
-}
-
 /// Backends of a database, or workers whose garbage collector rewrites what they inherited: each writes the same
 /// contents at the same addresses, but after the fork.
 #[test]

@@ -201,7 +201,7 @@ fn memory_that_is_given_back_and_taken_again_is_counted_and_merged_again() {
             heap.change(Change::Drop { first, pages: PIECE });
         }
     }
-    crate::figures::assert_says("half of it is given back", MIB_EACH / 2 * MIB);
+    assert_says("half of it is given back", MIB_EACH / 2 * MIB);
     assert!(held(&pids) <= (MIB_EACH / 2 + 2) * MIB, "{} MiB are held", held(&pids) / MIB);
     for heap in &mut heaps {
         for first in pieces() {
