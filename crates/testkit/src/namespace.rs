@@ -42,7 +42,7 @@ impl Namespace {
     }
 }
 
-/// A file system in a mount namespace. Thawed when dropped.
+/// A file system in a mount namespace.
 pub struct Disk {
     pub namespace: Namespace,
     pub mount: String,
@@ -62,17 +62,8 @@ impl Disk {
     }
 
     pub fn freeze(&self) -> Frozen<'_> {
-        self.set_frozen(true);
+        output_of(&mut self.fsfreeze(true));
         Frozen(self)
-    }
-
-    #[track_caller]
-    pub fn set_frozen(&self, frozen: bool) {
-        output_of(&mut self.fsfreeze(frozen));
-    }
-
-    pub fn thaw(&self) {
-        let _ = self.fsfreeze(false).output();
     }
 
     fn fsfreeze(&self, frozen: bool) -> Command {
@@ -89,12 +80,6 @@ impl Disk {
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        self.0.set_frozen(false);
-    }
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        self.thaw();
+        output_of(&mut self.0.fsfreeze(false));
     }
 }
