@@ -95,7 +95,7 @@ fn jit(memory: Memory) -> Result<(), String> {
 fn sequences(memory: Memory) -> Result<(), String> {
     let mut aborted = 0;
     rounds(memory, || {
-        let mut left = 16;
+        let mut left = 32;
         aborted += rseq::sequences(|| {
             left -= 1;
             left == 0
