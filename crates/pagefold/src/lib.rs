@@ -90,8 +90,10 @@ enum Command {
     #[command(after_long_help = examples::RUN)]
     Run(RunArgs),
     /// Add programs, units, guests, containers, pods, cgroups or users to the scope, and start or reload the service
+    #[command(after_long_help = examples::ENABLE)]
     Enable(enable::EnableArgs),
     /// Undo `enable`, and unmerge the memory
+    #[command(after_long_help = examples::DISABLE)]
     Disable(enable::EnableArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     #[command(after_long_help = examples::STATUS)]
@@ -116,6 +118,7 @@ enum Command {
     #[command(after_long_help = examples::EXEC)]
     Exec(exec::ExecArgs),
     /// Unmerge processes, and don't merge them again until `include`, even after a restart
+    #[command(after_long_help = examples::EXCLUDE)]
     Exclude(unmerge::UnmergeArgs),
     /// Unmerge the memory of processes; a running daemon also excludes them
     ///

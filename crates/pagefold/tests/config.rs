@@ -185,6 +185,7 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
         (&["enable", "--exe", "", "--config", config.name()], 2, "empty"),
         (&["enable", "--user", "no-such-user", "--config", config.name()], 5, "no user no-such-user"),
         (&["enable", "--all"], 2, "--all"),
+        (&["enable", "4711"], 2, "; try pagefold run --pid 4711"),
     ] {
         assert_fails(args, code, says);
     }

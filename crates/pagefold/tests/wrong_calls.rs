@@ -50,6 +50,7 @@ const WORK: &[&[&str]] = &[
     &["unmerge", "4711"],
     &["explain", "redis-server"],
     &["include", "redis-server"],
+    &["enable", "redis-server"],
 ];
 
 /// clap reads the arguments before --help, and --help makes the program do nothing.

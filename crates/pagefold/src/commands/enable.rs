@@ -3,15 +3,16 @@
 
 use super::status::Status;
 use crate::config::enabled::EnabledFile;
-use crate::config::flags::{DenyFlags, NameFlags};
+use crate::config::flags::DenyFlags;
 use crate::config::options::Options;
 use crate::config::ownership::shown;
-use crate::config::scope::{explain, hint};
+use crate::config::scope::{ScopeArgs, explain, hint};
 use crate::config::settings::{DEFAULT_FILE, deny_list, load, merged};
 use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
 use crate::preflight;
 use anyhow::Result;
+use clap::Arg;
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::exe::Matching;
 use pagefold_host::scope::{
@@ -38,24 +39,36 @@ const UNMERGING_LIMIT: Duration = Duration::from_secs(10);
 const LEFT_ALONE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(250);
 
+/// A pid and `--all` can't be enabled. We read them all the same, to say what would work.
 #[derive(Clone, Debug, clap::Args)]
+#[command(mut_arg("targets", program), mut_arg("pid", |pid| pid.hide(true)), mut_arg("all", |all| all.hide(true)))]
 pub struct EnableArgs {
     #[command(flatten)]
-    pub names: NameFlags,
+    pub scope: ScopeArgs,
     /// The configuration file. The change goes to FILE.d/enabled.toml, and not to this file
-    #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
+    #[arg(id = "file", long = "config", value_name = "FILE", default_value = DEFAULT_FILE)]
     pub config: PathBuf,
+}
+
+fn program(targets: Arg) -> Arg {
+    targets.value_name("PROGRAM").help("Processes that run this program (as with --exe)").long_help(None)
 }
 
 impl EnableArgs {
     fn spec(&self) -> Result<ScopeSpec, Exit> {
-        let spec = self.names.0.scope(&[]);
-        if spec.0.is_empty() {
-            let line = "no name is given; give --exe, --unit, --vm, --container, --pod, --cgroup or --user, \
-                        as pagefold scan shows them";
-            return Err(Exit::new(exit::USAGE, line));
-        }
-        Ok(spec)
+        let spec = self.scope.spec();
+        let line = if let Some(pid) = self.scope.pid.first() {
+            format!("a pid is gone when its process ends, so it cannot be enabled; try pagefold run --pid {pid}")
+        } else if spec.0.contains(&Selector::All) {
+            format!("--all cannot be enabled; write all = true below [scope] in {}", shown(&self.config))
+        } else if spec.0.is_empty() {
+            "no name is given; give a program, --unit, --vm, --container, --pod, --cgroup or --user, as pagefold scan \
+             shows them"
+                .to_owned()
+        } else {
+            return Ok(spec);
+        };
+        Err(Exit::new(exit::USAGE, line))
     }
 
     /// ` --config FILE` with a leading space, or nothing if it's the default file.

@@ -27,6 +27,18 @@ Examples:
   pagefold run --config /etc/pagefold/pagefold.toml
       Run as the service does";
 
+pub const ENABLE: &str = "\
+Examples:
+  pagefold enable redis-server
+      All processes of a program
+  pagefold enable --unit nginx --vm web1
+      A service and a guest";
+
+pub const DISABLE: &str = "\
+Examples:
+  pagefold disable --unit nginx
+      Undo the same with enable";
+
 pub const STATUS: &str = "\
 Examples:
   pagefold status
@@ -72,6 +84,13 @@ pub const EXEC: &str = "\
 Examples:
   pagefold exec -- ./worker
       Start a program whose memory KSM may merge";
+
+pub const EXCLUDE: &str = "\
+Examples:
+  pagefold exclude redis-server
+      All processes of a program, also those that start later
+  pagefold exclude --container web1
+      A container";
 
 pub const UNMERGE: &str = "\
 Examples:

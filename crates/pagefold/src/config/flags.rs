@@ -13,14 +13,14 @@ use std::fmt::{self, Write};
 
 /// Defines a type for the flags of some sections.
 macro_rules! flags {
-    ($($(#[$doc:meta])* $name:ident: $sections:expr $(, without $key:literal)?;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $sections:expr;)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         pub struct $name(pub Box<Options>);
 
         impl Args for $name {
             fn augment_args(command: Command) -> Command {
-                command.args(of_sections(&$sections)$(.filter(|option| option.key != $key))?.map(argument))
+                command.args(of_sections(&$sections).map(argument))
             }
             fn augment_args_for_update(command: Command) -> Command {
                 Self::augment_args(command)
@@ -30,7 +30,7 @@ macro_rules! flags {
         impl FromArgMatches for $name {
             fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
                 let mut options = Box::default();
-                for option in of_sections(&$sections)$(.filter(|option| option.key != $key))? {
+                for option in of_sections(&$sections) {
                     read(&mut options, option, matches)?;
                 }
                 Ok(Self(options))
@@ -46,8 +46,6 @@ macro_rules! flags {
 flags! {
     /// Selectors of processes.
     ScopeFlags: ["scope"];
-    /// Selectors of processes, without `--all`.
-    NameFlags: ["scope"], without "all";
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// Options for a run's work on the processes in scope.
