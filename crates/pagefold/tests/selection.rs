@@ -56,6 +56,14 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     }
     assert!(left_out(&scan, stranger.pid()).as_str().unwrap().contains(reason), "{scan}");
 
+    for command in ["scan", "run"] {
+        assert_fails(
+            &[command, "pf-upgraded", "no-such-program-here"],
+            5,
+            "no process matches --exe no-such-program-here; ",
+        );
+    }
+
     let daemon = Daemon::start(&["run", "--json", "--governor", "full", "--exe", "pf-upgraded"]).answering();
     wait_until_merged(&pids, 7 * MIB);
     for &pid in &pids {

@@ -185,6 +185,20 @@ pub fn own_pid() -> i32 {
     i32::try_from(std::process::id()).unwrap_or(0)
 }
 
+/// Like [`resolve`], for a scope on a command line: each selector must match a process. One that doesn't is most likely
+/// a typo.
+pub fn resolve_each(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<ProcessInfo>, ScopeError> {
+    let found = resolve(spec, roots)?;
+    for selector in &spec.0 {
+        let matcher = selector.resolve(roots)?;
+        // If the kernel hides a process's cgroups, any selector may match it.
+        if !found.iter().any(|info| info.cgroups.are_hidden() || matcher.matches_by_name(info)) {
+            return Err(ScopeError::NoMatch(selector.to_string()));
+        }
+    }
+    Ok(found)
+}
+
 fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     raise_descriptor_limit();
     let found = selection.resolve(|pid| !left_out.contains(&pid))?;

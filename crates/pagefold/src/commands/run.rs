@@ -25,7 +25,7 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_host::live::{HostMode, LiveHost};
 use pagefold_host::scope::dumpable::ask_through;
 use pagefold_host::scope::kept_out::KeptOut;
-use pagefold_host::scope::{ScopeError, resolve};
+use pagefold_host::scope::{ScopeError, resolve, resolve_each};
 use pagefold_inject::Injector;
 use pagefold_ksm::lease::{INITIAL_KNOBS, KsmLease, KsmPaths};
 use pagefold_ksm::request::RequestDevice;
@@ -125,10 +125,11 @@ fn host(
     Ok(host)
 }
 
-/// Refuses a command line that selects no process, or only processes that we must leave alone, as that's most likely a
+/// Refuses a command line with a selector that matches no process, or that selects only processes that we must leave alone, as that's most likely a
 /// mistake. A configuration file may select processes that start later. Returns the processes that we leave alone.
 fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
+    let resolve = if waits { resolve } else { resolve_each };
     let found = match resolve(&settings.scope.spec(), &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) if waits => {
             complain!("{error}; waiting for one to start");

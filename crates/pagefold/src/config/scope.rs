@@ -7,7 +7,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::exe::interpreter_of;
 use pagefold_host::scope::{
-    ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+    ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve_each, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::peer::own_uid;
@@ -126,9 +126,9 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    /// The scope is empty, or names a process, user, cgroup or program that doesn't exist.
+    /// The scope is empty, or a selector names a process, user, cgroup or program that doesn't exist.
     pub fn resolve(&self) -> Result<Vec<ProcessInfo>, Exit> {
-        resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
+        resolve_each(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
     /// The processes in scope now, for undoing work on them. Here `--exe` matches programs by name even if other users
