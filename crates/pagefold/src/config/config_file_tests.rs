@@ -25,7 +25,7 @@ fn an_empty_file_sets_nothing() {
 
 #[test]
 fn values_have_the_type_of_their_option() {
-    let text = "[scope]\nusers = [\"redis\", 33]\nall = true\n[run]\ngovernor = \"auto\"\ntop-share = 0.5\nround = 4\n\
+    let text = "[scope]\nusers = [\"redis\", 33]\nall = true\n[run]\ngovernor = \"auto\"\ntop-share = 0.5\nround = \"4s\"\n\
         [judgement]\nduplicate-threshold = \"20%\"\ncow-threshold = 100\nlifetime = \"2m\"\n\
         [limits]\nlongest-stop = \"1ms\"\n[[domains.rule]]\nname = \"a\"\nuser = 33\n\
         [numa]\nplacement = \"kernel\"\nremote-latency = \"200ns\"\n[numa.domains]\na = \"priority\"\n";
@@ -97,6 +97,7 @@ fn errors_name_line_and_key_and_the_one_that_was_meant() {
         "[tuning]\nlifetime = \"2h\"",
         "[limits]\nstops-per-second = 0",
         "[limits]\nlongest-stop = \"1us\"",
+        "[limits]\nlongest-stop = 10",
         "[deny]\nalso = [\"a\",\n\"bin/vault\"]",
         "[deny]\nalso = [\"a*b\"]",
         "[deny]\nalso = \"a\"",
