@@ -67,7 +67,8 @@ fn unreachable(error: &io::Error) -> Exit {
     match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => Exit::new(
             exit::NO_DAEMON,
-            "no pagefold is running; start one with sudo pagefold run --pid PID (or --cgroup, --user, --exe, --all)",
+            "no pagefold is running; start the service with sudo systemctl start pagefold, or see what to enable with \
+             sudo pagefold scan",
         ),
         ErrorKind::PermissionDenied => Exit::new(
             exit::NOT_PERMITTED,
