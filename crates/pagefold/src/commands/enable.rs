@@ -71,9 +71,15 @@ impl EnableArgs {
         Err(Exit::new(exit::USAGE, line))
     }
 
+    /// Whether this is the configuration file, by any path.
+    fn is_file(&self, file: &Path) -> bool {
+        let ours = self.config.canonicalize();
+        file == self.config || file.canonicalize().is_ok_and(|file| ours.is_ok_and(|ours| ours == file))
+    }
+
     /// ` --config FILE` with a leading space, or nothing if it's the default file.
     fn file_flag(&self) -> String {
-        if self.config == Path::new(DEFAULT_FILE) {
+        if self.is_file(Path::new(DEFAULT_FILE)) {
             return String::new();
         }
         format!(" --config {}", shell_word(&shown(&self.config)))
@@ -244,7 +250,7 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
     let is_booted = Path::new("/run/systemd/system").is_dir();
     let systemctl = ["/usr/bin/systemctl", "/bin/systemctl"].map(Path::new).into_iter().find(|path| path.exists());
     match systemctl {
-        Some(systemctl) if is_booted && args.config == Path::new(DEFAULT_FILE) => start(systemctl)?,
+        Some(systemctl) if is_booted && args.is_file(Path::new(DEFAULT_FILE)) => start(systemctl)?,
         _ => return Ok(DaemonState::Absent),
     }
     Ok(DaemonState::Started)
@@ -256,11 +262,11 @@ fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
     let former = file.list.clone();
     let scope = file.set(list)?;
     let refusal = match reload_when_ready() {
-        Ok(reloaded) if reloaded.file == args.config && reloaded.scope == scope.to_string() => {
+        Ok(reloaded) if args.is_file(&reloaded.file) && reloaded.scope == scope.to_string() => {
             file.keep();
             return Ok(Some(scope));
         }
-        Ok(other) if other.file == args.config => {
+        Ok(other) if args.is_file(&other.file) => {
             let line = format!(
                 "nothing is changed: the running pagefold has another scope ({}), because it was started with one or \
                  sees other files",

@@ -79,7 +79,7 @@ fn describe(included: &Included, style: Style) -> String {
     let mut text = String::new();
     let scope = &included.scope;
     if included.processes.is_empty() {
-        text.line(style.bold(&format!("Included {scope} again. None of the processes that were kept out is running.")));
+        text.line(style.bold(&format!("Included {scope} again. None of its running processes was kept out.")));
     } else {
         let processes = style::count(included.processes.len(), "process", "processes");
         text.line(style.bold(&format!("Included {scope} again: {processes} that may be merged from now on.")));

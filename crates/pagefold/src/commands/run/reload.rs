@@ -17,7 +17,7 @@ use pagefold_host::live::LiveHost;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{PathBuf, absolute};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -70,7 +70,7 @@ impl<'a> ActiveSettings<'a> {
         match &self.settings.file {
             Some(file) if self.args.scope == ScopeArgs::default() => {
                 self.requested.store(true, Ordering::SeqCst);
-                Ok(file.clone())
+                Ok(absolute(file).unwrap_or_else(|_| file.clone()))
             }
             _ => {
                 let pid = std::process::id();
