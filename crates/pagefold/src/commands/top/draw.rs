@@ -19,8 +19,11 @@ use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, Table
 
 /// The smallest readable screen: columns and rows.
 const SMALLEST: (u16, u16) = (40, 12);
-/// The width of the bars at the top of the screen.
+/// The width of the bars at the top of the screen, and what we leave of it before we drop words.
 const BAR: usize = 24;
+const BAR_LEAST: usize = 8;
+/// The width of what stands before and beside such a bar.
+const BESIDE_BAR: usize = 10;
 const CURVE_ROWS: u16 = 3;
 /// The width of the bar in a row of the table.
 const ROW_BAR: u16 = 10;
@@ -88,7 +91,9 @@ impl Look {
 pub fn draw(frame: &mut Frame, top: &mut Top) {
     let area = frame.area();
     if area.width < SMALLEST.0 || area.height < SMALLEST.1 {
-        frame.render_widget(Paragraph::new("The terminal is too small. Make it larger, or press q."), area);
+        let (columns, rows) = SMALLEST;
+        let text = format!("Too small: top needs {columns} columns and {rows} rows. q: quit");
+        say(frame, area, &text, Style::new());
         return;
     }
     let look = Look(top.colour);
@@ -143,19 +148,29 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     let heights = [Constraint::Length(2), Constraint::Length(CURVE_ROWS), Constraint::Length(2), Constraint::Length(1)];
     let [bars, curve, doing, _] = Layout::vertical(heights).areas(area);
     let name = if status.run.dry_run { "Found" } else { "Saved" };
-    let whole = status.memory.unmerged_bytes;
-    let of = format!("{} in {}", human(whole), count(status.programs.processes.len(), "process", "processes"));
+    let whole_bytes = status.memory.unmerged_bytes;
+    let whole = human(whole_bytes);
+    let of = format!("{whole} in {}", count(status.programs.processes.len(), "process", "processes"));
     let result = status.result_bytes();
-    let share = result.unwrap_or(0) as f64 / whole.max(1) as f64;
+    let share = result.unwrap_or(0) as f64 / whole_bytes.max(1) as f64;
     let saved = match result {
-        Some(bytes) => format!("{}, {} of {of}", human(bytes), percent(share, 1.0)),
-        None => format!("counting; {of}"),
+        Some(bytes) => format!("{}, {}", human(bytes), percent(share, 1.0)),
+        None => "counting".to_owned(),
     };
+    let joint = if result.is_some() { " of" } else { ";" };
+    let saved = [format!("{saved}{joint} {of}"), format!("{saved}{joint} {whole}"), saved];
     let used = status.activity.used_share;
     let allowed = status.activity.allowed_share.fraction();
-    let cpu = format!("{} of a core, at most {}", percent(used, 1.0), percent(allowed, 1.0));
-    let lines =
-        vec![gauge(name, share, look.good(), saved), gauge("CPU", used / allowed.max(1e-4), look.of(Color::Cyan), cpu)];
+    let (now, most) = (percent(used, 1.0), percent(allowed, 1.0));
+    let cpu = [format!("{now} of a core, at most {most}"), format!("{now}, at most {most}")];
+    let room = usize::from(bars.width).saturating_sub(BESIDE_BAR);
+    let saved = longest_beside_bar(&saved, room);
+    let cpu = longest_beside_bar(&cpu, room);
+    let bar = room.saturating_sub(saved.chars().count().max(cpu.chars().count())).min(BAR);
+    let lines = vec![
+        gauge(name, share, bar, look.good(), saved),
+        gauge("CPU", used / allowed.max(1e-4), bar, look.of(Color::Cyan), cpu),
+    ];
     frame.render_widget(Paragraph::new(lines), bars);
     draw_curve(frame, curve, &top.seen, look);
     let (mood, text) = match &top.problem {
@@ -170,16 +185,22 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     say(frame, doing, &text, style);
 }
 
+/// The first of these texts, the longest first, that leaves room for a bar, or the last.
+fn longest_beside_bar(texts: &[String], room: usize) -> &str {
+    let fits = |text: &&String| text.chars().count() + BAR_LEAST <= room;
+    texts.iter().find(fits).or(texts.last()).map_or("", String::as_str)
+}
+
 /// A bar that shows a share, between its name and a text.
-fn gauge(name: &str, share: f64, style: Style, text: String) -> Line<'static> {
-    let filled = bar(share, BAR);
-    let empty = " ".repeat(BAR - filled.chars().count());
+fn gauge(name: &str, share: f64, width: usize, style: Style, text: &str) -> Line<'static> {
+    let filled = bar(share, width);
+    let empty = " ".repeat(width - filled.chars().count());
     Line::from(vec![
         Span::styled(format!(" {name:<6}"), Look::dim()),
         Span::raw("["),
         Span::styled(filled, style),
         Span::raw(format!("{empty}] ")),
-        Span::raw(text),
+        Span::raw(text.to_owned()),
     ])
 }
 

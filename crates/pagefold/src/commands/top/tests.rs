@@ -196,6 +196,19 @@ fn no_size_and_no_name_breaks_the_screen() {
 }
 
 #[test]
+fn a_narrow_screen_loses_words_and_no_figures() {
+    let mut top = top();
+    for width in 40..=100 {
+        let text = screen(&mut top, (width, 16));
+        for figures in [" 250 MiB, 25 %", ", at most 20 %"] {
+            let line = text.lines().find(|line| line.contains(figures)).unwrap_or_else(|| panic!("{width}: {text}"));
+            assert!(line.contains("] "), "{line}");
+        }
+    }
+    assert!(screen(&mut top, (36, 9)).contains("top needs 40 columns"));
+}
+
+#[test]
 fn events_are_shown_with_the_newest_last() {
     let mut top = top();
     press(&mut top, &[KeyCode::Char('e')]);
