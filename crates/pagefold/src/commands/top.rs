@@ -45,6 +45,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const ROWS_MOST: u16 = 1_000;
 /// The rows of the screen that aren't programs.
 const OTHER_ROWS: u16 = 11;
+/// The rows of the history that `--once` prints.
+const HISTORY_ROWS: usize = 13;
 /// How long we wait for a key before we look for an answer from the daemon.
 const POLL: Duration = Duration::from_millis(100);
 
@@ -66,8 +68,8 @@ pub struct TopArgs {
     /// Write a self-contained web page about the last day (or the time of --since) to this file, and exit
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Print the programs once, as text of 80 columns (or of COLUMNS), and exit
-    #[arg(long, conflicts_with_all = ["html", "since"])]
+    /// Print the programs (with --since, the savings) once, as text of 80 columns (or of COLUMNS), and exit
+    #[arg(long, conflicts_with = "html")]
     pub once: bool,
 }
 
@@ -88,24 +90,32 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     if let Some(file) = &args.html {
         return write_page(args, file);
     }
-    if args.once {
-        style::print(&print_once(ask(&Request::Status)?))?;
-        return Ok(exit::OK);
-    }
-    if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+    let has_terminal = io::stdin().is_terminal() && io::stdout().is_terminal();
+    if !has_terminal && !args.once {
         let message = "top needs a terminal; without one, use pagefold top --once, or pagefold status";
         return Err(Exit::new(exit::USAGE, message).into());
     }
     // If there's no daemon, or it doesn't answer this user, we say so before we take over the screen.
     let since = args.since.unwrap_or(SINCE);
     let moments = moments(&args.history, since);
-    if let Err(error) = ask::<Status>(&Request::Status) {
+    let status = match (ask::<Status>(&Request::Status), &moments, args.since) {
+        (Ok(status), ..) => Ok(status),
         // We can still show the history, if the user asked for it.
-        match (&moments, args.since) {
-            (Ok(_), Some(_)) => {}
-            (Err(problem), Some(_)) => return Err(also(&error, problem)),
-            _ => return Err(error),
-        }
+        (Err(error), Ok(_), Some(_)) => Err(error.to_string()),
+        (Err(error), Err(problem), Some(_)) => return Err(also(&error, problem)),
+        (Err(error), _, None) => return Err(error),
+    };
+    let mut top = Top::new(!args.once && colours());
+    top.history = moments;
+    top.since = since;
+    top.now = history::now();
+    top.host = host_name();
+    if args.since.is_some() {
+        top.view = View::History;
+    }
+    if args.once {
+        style::print(&print_once(top, status))?;
+        return Ok(exit::OK);
     }
     let explained = Arc::new(AtomicI32::new(0));
     let (sender, answers) = sync_channel(1);
@@ -114,25 +124,19 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     std::thread::spawn(move || poll(&asked, &history, since, &sender));
     let screen = Screen::take()?;
     end_on_signals()?;
-    let mut top = Top::new(colours());
-    top.history = moments;
-    top.since = since;
-    top.now = history::now();
-    top.host = host_name();
-    if args.since.is_some() {
-        top.view = View::History;
-    }
     let result = show(top, &answers, &explained);
     drop(screen);
     result.map(|()| exit::OK)
 }
 
 /// The screen as text, with a row for each program, but [`ROWS_MOST`] at most.
-fn print_once(status: Status) -> String {
-    let mut top = Top::new(false);
-    top.host = host_name();
-    let rows = u16::try_from(status.programs.processes.len()).unwrap_or(ROWS_MOST).min(ROWS_MOST) + OTHER_ROWS;
-    top.update(Answer { time: history::now(), status: Ok(status), explanation: None, history: None });
+fn print_once(mut top: Top, status: Result<Status, String>) -> String {
+    let programs = match (&status, top.view) {
+        (Ok(status), View::Programs) => status.programs.processes.len(),
+        _ => HISTORY_ROWS,
+    };
+    let rows = u16::try_from(programs).unwrap_or(ROWS_MOST).min(ROWS_MOST) + OTHER_ROWS;
+    top.update(Answer { time: history::now(), status, explanation: None, history: None });
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(80_u16);
     let mut text = screen(&mut top, (columns.clamp(40, 500), rows));
     // Cut off the last line, which shows keys to press.

@@ -475,6 +475,9 @@ fn key_bar(top: &Top, width: u16) -> Line<'static> {
         ("F7", "Events"),
         ("Enter", "Why"),
     ] {
+        if top.view != View::Programs && ["F4", "F5", "F6", "Enter"].contains(&key) {
+            continue;
+        }
         let used: usize = spans.iter().map(Span::width).sum();
         if used + key.len() + what.len() > width.into() {
             break;

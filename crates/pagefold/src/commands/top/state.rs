@@ -247,7 +247,7 @@ impl Top {
             self.view = View::Process(pid);
             self.explanation = None;
             self.regions.select(Some(0));
-        } else if row.workload != NO_WORKLOAD {
+        } else {
             self.rows_are = Rows::Process;
             self.filter = row.workload;
             self.table.select(Some(0));
@@ -306,6 +306,9 @@ impl Top {
         }
         let wanted = self.filter.to_lowercase();
         rows.retain(|row| {
+            if wanted == NO_WORKLOAD {
+                return row.workload == NO_WORKLOAD;
+            }
             let pid = row.pid.map(|pid| pid.to_string()).unwrap_or_default();
             [&row.name, &row.workload, &pid].iter().any(|text| text.to_lowercase().contains(&wanted))
         });

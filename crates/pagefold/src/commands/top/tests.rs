@@ -124,6 +124,8 @@ fn rows_are_sorted_filtered_and_summed_up() {
     assert_eq!((top.filter.as_str(), top.rows().len()), ("vm web-1", 2), "but processes");
     press(&mut top, &[KeyCode::Char('t'), KeyCode::Esc]);
     assert_eq!(top.rows().len(), 3);
+    press(&mut top, &[KeyCode::Char('/'), KeyCode::Char('-'), KeyCode::Enter, KeyCode::Enter]);
+    assert_eq!((top.rows_are, names(&top)), (Rows::Process, vec!["gpg\u{1b}[2J\u{202e}".to_owned()]), "of no workload");
 }
 
 #[test]
@@ -239,8 +241,12 @@ fn the_history_is_a_chart_up_to_the_present() {
 
 #[test]
 fn all_programs_are_printed_once() {
-    let text = print_once(serde_json::from_value(status(10.0, 100, true)).unwrap());
+    let text = print_once(Top::new(false), Ok(serde_json::from_value(status(10.0, 100, true)).unwrap()));
     assert_eq!(text.lines().filter(|line| line.contains("redis-server")).count(), 2, "{text}");
+    let mut top = Top::new(false);
+    top.view = View::History;
+    let history = print_once(top, Err("no pagefold is running".to_owned()));
+    assert!(history.contains("The history has no entries") && history.contains("no pagefold is running"), "{history}");
     assert!(!text.contains("F1Help") && text.lines().all(|line| line.chars().count() <= 80), "{text}");
 }
 
@@ -254,7 +260,7 @@ fn a_thousand_programs_are_printed_once() {
         programs.push(program.clone());
         programs[pid - 1]["pid"] = json!(5_000_000 + pid);
     }
-    let text = print_once(serde_json::from_value(status).unwrap());
+    let text = print_once(Top::new(false), Ok(serde_json::from_value(status).unwrap()));
     assert_eq!(text.lines().filter(|line| line.contains("redis-server")).count(), 1_000, "{text}");
 }
 
