@@ -56,6 +56,8 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     }
     assert!(left_out(&scan, stranger.pid()).as_str().unwrap().contains(reason), "{scan}");
 
+    assert_fails(&["scan", "pf-upgradde"], 5, "; did you mean --exe pf-upgraded?");
+    assert_fails(&["run", "--dry-run", "--unit", "pf-upgraded"], 5, "; try --exe pf-upgraded");
     for command in ["scan", "run"] {
         assert_fails(
             &[command, "pf-upgraded", "no-such-program-here"],
@@ -70,6 +72,7 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
         assert_eq!(left_alone(pid), Value::Null, "{pid}");
     }
     assert_eq!(left_alone(stranger.pid()), *left_out(&scan, stranger.pid()));
+    assert_fails(&["explain", "pf-upgraded", "no-such"], 5, "no process matches --exe no-such; ");
     let explained = succeed(&["explain", &stranger.pid().to_string()]);
     assert_has(&explained, &["left alone", reason]);
     let untrusted = row(&status()["left_out"], "reason", "untrusted")["processes"].clone();

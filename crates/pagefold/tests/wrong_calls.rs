@@ -13,6 +13,12 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["stats", "--jsn"], "status --json"),
     (&["config", "chek"], "config check"),
     (&["unmerge", "-pid", "4711"], "unmerge --pid 4711"),
+    (&["SCAN"], "scan"),
+    (&["tpo"], "top"),
+    (&["inlcude", "redis-server"], "include redis-server"),
+    (&["governer"], "governor quiet"),
+    (&["status", "--jason"], "status --json"),
+    (&["scan", "--ptd", "5"], "scan --pid 5"),
     (&["run", "-exe=redis-server"], "run --exe=redis-server"),
     // named differently in other programs
     (&["start", "redis-server"], "run redis-server"),
@@ -22,8 +28,12 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["run", "--service=nginx", "--duration", "60"], "run --unit=nginx --for 60"),
     (&["unmerge", "--docker", "3f0c1d2e9a7b"], "unmerge --container 3f0c1d2e9a7b"),
     (&["version"], "--version"),
+    (&["run", "redis-server", "--verbose"], "run redis-server --log-level=debug"),
+    (&["config", "validate"], "config check"),
+    (&["status", "redis-server"], "explain redis-server"),
     // in the wrong place
     (&["--exe", "redis-server"], "scan --exe redis-server"),
+    (&["--json", "scan"], "scan --json"),
     (&["scan", "--json=true"], "scan --json"),
     (&["run", "--pid", "redis-server"], "run --exe redis-server"),
     (&["scan", "--pid=my server"], "scan '--exe=my server'"),
@@ -35,7 +45,7 @@ const CALLS: &[(&[&str], &str)] = &[
     (&["explain"], "explain 4711"),
     (&["exec"], "exec -- ./worker"),
     (&["governor"], "governor quiet"),
-    (&["scan", "--html"], "scan --unit nginx --exact --html scan.html"),
+    (&["scan", "--html"], "scan --html scan.html"),
 ];
 
 /// Lines that work as they are, although other programs need a flag for some of these words.
@@ -43,6 +53,8 @@ const WORK: &[&[&str]] = &[
     &["scan", "redis-server"],
     &["scan", "4711"],
     &["scan", "/usr/bin/redis-server"],
+    &["scan", "4711,4712"],
+    &["enable", "redis-server"],
     &["run", "redis-server", "--for", "60"],
     &["top", "--since", "3600"],
     &["run", "--all", "--metrics-interval", "15"],
@@ -50,7 +62,6 @@ const WORK: &[&[&str]] = &[
     &["unmerge", "4711"],
     &["explain", "redis-server"],
     &["include", "redis-server"],
-    &["enable", "redis-server"],
 ];
 
 /// clap reads the arguments before --help, and --help makes the program do nothing.

@@ -9,7 +9,7 @@
 //! | standard error that never delays a daemon; queues for readers that may stop reading | [`messages`], [`sink`] |
 //! | web pages: building, escaping and writing them | [`html`] |
 //! | opening a file that's really a regular file | [`regular`] |
-//! | exit codes, and errors of one line; parsing a command line | [`exit`], `program`, `usage` |
+//! | exit codes, and errors of one line; parsing a command line; misspelt names | [`exit`], `program`, `usage`, `misspelt` |
 #![forbid(unsafe_code)]
 
 pub mod escape;
@@ -17,6 +17,8 @@ pub mod exit;
 pub mod figures;
 pub mod html;
 pub mod messages;
+#[cfg(feature = "program")]
+pub mod misspelt;
 #[cfg(feature = "program")]
 pub mod program;
 pub mod progress;

@@ -3,6 +3,7 @@
 //! We replace the wrong word by the nearest right one and parse again. We only suggest a line that parses.
 
 use crate::escape::shell_word;
+use crate::misspelt::nearest;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error, Parser};
 
@@ -11,7 +12,9 @@ const MENDS_MOST: usize = 4;
 /// How many candidate command lines we keep after each round of replacing words.
 const LINES_MOST: usize = 16;
 /// We never suggest these, because they widen the set of processes that may be merged.
-const NEVER_GUESSED: [&str; 4] = ["--all", "--allow", "--override-opt-out", "include"];
+const NEVER_GUESSED: [&str; 3] = ["--all", "--allow", "--override-opt-out"];
+/// One letter in this many may be wrong.
+const LETTERS: usize = 3;
 
 /// Flags and commands that people expect, with the ones that we have.
 const SYNONYMS: &[(&str, &str)] = &[
@@ -27,10 +30,12 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("--time", "--for"),
     ("--timeout", "--for"),
     ("--uid", "--user"),
+    ("--verbose", "--log-level=debug"),
     ("-c", "--config"),
     ("-n", "--dry-run"),
     ("-p", "--pid"),
     ("-u", "--user"),
+    ("-v", "--log-level=debug"),
     ("analyze", "scan"),
     ("check", "doctor"),
     ("continue", "resume"),
@@ -39,11 +44,27 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("monitor", "top"),
     ("ps", "top"),
     ("start", "run"),
+    ("test", "check"),
     ("undo", "unmerge"),
     ("unexclude", "include"),
     ("unpause", "resume"),
+    ("validate", "check"),
     ("version", "--version"),
     ("watch", "top"),
+];
+
+/// How a process gets into the background.
+const START: &str = "start the service by systemctl start NAME, or by NAME enable and a program's name";
+
+/// Commands and flags that systemd has instead of us, with the line that works. `NAME` stands for the program's name.
+const SERVICE: &[(&str, &str)] = &[
+    ("--background", START),
+    ("--daemon", START),
+    ("-d", START),
+    ("daemon", START),
+    ("reload", "reload the service by systemctl reload NAME"),
+    ("restart", "restart the service by systemctl restart NAME"),
+    ("stop", "stop a service by systemctl stop NAME, a run by Ctrl-C in its terminal"),
 ];
 
 /// The line that we print for a usage error. `words` is the command line, with the program's name.
@@ -57,11 +78,10 @@ pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     }
     let command = Cli::command();
     let leaf = leaf(&command, words);
-    if error.kind() == ErrorKind::InvalidSubcommand && context(error, ContextKind::InvalidSubcommand) == ["stop"] {
-        let name = command.get_name();
-        return format!("{problem}; stop a service by systemctl stop {name}, a run by Ctrl-C in its terminal");
+    if let Some((_, advice)) = SERVICE.iter().find(|(theirs, _)| wrong_word(error).as_deref() == Some(*theirs)) {
+        return format!("{problem}; {}", advice.replace("NAME", command.get_name()));
     }
-    match mended::<Cli>(error, words).or_else(|| example(error, &leaf.command)) {
+    match mended::<Cli>(error, words).or_else(|| example::<Cli>(error, &leaf.command, words)) {
         Some(line) => format!("{problem}; try {line}"),
         None => format!("{problem}; see {} --help", leaf.path),
     }
@@ -71,6 +91,12 @@ pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
 struct Leaf {
     path: String,
     command: Command,
+}
+
+impl Leaf {
+    fn name(&self) -> &str {
+        self.command.get_name()
+    }
 }
 
 fn leaf(command: &Command, words: &[String]) -> Leaf {
@@ -85,18 +111,24 @@ fn leaf(command: &Command, words: &[String]) -> Leaf {
 /// The command line with its wrong words replaced, if we can guess the right ones.
 fn mended<Cli: Parser>(error: &Error, words: &[String]) -> Option<String> {
     let mut lines = guesses::<Cli>(error, words);
+    // A right command may still lack an argument.
+    let mut lacking = None;
     for _ in 0..MENDS_MOST {
         let mut next = Vec::new();
         for words in lines {
-            match Cli::try_parse_from(&words) {
-                Err(error) if error.use_stderr() => next.extend(guesses::<Cli>(&error, &words)),
+            let error = match Cli::try_parse_from(&words) {
+                Err(error) if error.use_stderr() => error,
                 _ => return Some(shown::<Cli>(&words)),
+            };
+            if lacking.is_none() && error.kind() == ErrorKind::MissingRequiredArgument {
+                lacking = example::<Cli>(&error, &leaf(&Cli::command(), &words).command, &words);
             }
+            next.extend(guesses::<Cli>(&error, &words));
         }
         next.truncate(LINES_MOST);
         lines = next;
     }
-    None
+    lacking
 }
 
 fn shown<Cli: Parser>(words: &[String]) -> String {
@@ -107,16 +139,35 @@ fn shown<Cli: Parser>(words: &[String]) -> String {
     line
 }
 
+/// The unknown command or flag, or the flag with the invalid value. clap names that flag together with its value: "--pid
+/// <PID>".
+fn wrong_word(error: &Error) -> Option<String> {
+    let kind = match error.kind() {
+        ErrorKind::InvalidSubcommand => ContextKind::InvalidSubcommand,
+        _ => ContextKind::InvalidArg,
+    };
+    Some(context(error, kind).first()?.split(' ').next()?.to_owned())
+}
+
+/// The names that may stand in place of a wrong one: a command's long flags, or the commands below it.
+fn names_like(wrong: &str, leaf: &Command) -> Vec<String> {
+    let mut names = Vec::new();
+    if wrong.starts_with('-') {
+        for flag in leaf.get_arguments().filter(|argument| !argument.is_hide_set()) {
+            names.extend(flag.get_long().map(|name| format!("--{name}")));
+        }
+    } else {
+        let visible = leaf.get_subcommands().filter(|command| !command.is_hide_set());
+        names.extend(visible.map(|command| command.get_name().to_owned()));
+    }
+    names
+}
+
 /// Command lines that replace one word of a wrong one, the most likely first.
 fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
     let mut guesses = Vec::new();
-    let wrong = match error.kind() {
-        ErrorKind::InvalidSubcommand => context(error, ContextKind::InvalidSubcommand),
-        _ => context(error, ContextKind::InvalidArg),
-    };
-    let Some(argument) = wrong.into_iter().next() else { return guesses };
-    // clap names the flag together with its value: "--pid <PID>".
-    let wrong = argument.split(' ').next().unwrap_or_default();
+    let Some(wrong) = wrong_word(error) else { return guesses };
+    let wrong = wrong.as_str();
     match error.kind() {
         ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => {
             for (_, right) in SYNONYMS.iter().filter(|(theirs, _)| *theirs == wrong) {
@@ -125,14 +176,25 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
             for word in words.iter().filter(|word| word.starts_with(wrong) && is_long_with_one_dash(word)) {
                 guesses.extend(replaced(words, word, &format!("-{word}")));
             }
-            let mut near = context(error, ContextKind::SuggestedArg);
-            // clap lists the nearest last.
-            near.extend(context(error, ContextKind::SuggestedSubcommand).into_iter().rev());
-            for right in near.iter().filter(|right| is_misspelt(wrong, right)) {
-                guesses.extend(replaced(words, wrong, right));
+            let command = Cli::command();
+            let leaf = leaf(&command, words);
+            let known = names_like(wrong, &leaf.command);
+            for right in nearest(wrong, known.iter().map(String::as_str), LETTERS) {
+                if !NEVER_GUESSED.contains(&right) {
+                    guesses.extend(replaced(words, wrong, right));
+                }
             }
-            // A flag without a command belongs to the first command that has it.
+            // "status redis-server"
+            if matches!(leaf.name(), "status" | "top") && !wrong.starts_with('-') {
+                guesses.extend(replaced(words, leaf.name(), "explain"));
+            }
+            // A flag without a command belongs to the command after it, or to the first command that has it.
             if words.get(1).is_some_and(|word| word.starts_with("--")) {
+                let after = words.iter().skip(1).position(|word| command.find_subcommand(word).is_some());
+                if let Some(flags) = after {
+                    let (before, rest) = words[1..].split_at(flags);
+                    guesses.push([&words[..1], &rest[..1], before, &rest[1..]].concat());
+                }
                 for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
                     guesses.push([&words[..1], &[command.get_name().to_owned()], &words[1..]].concat());
                 }
@@ -147,7 +209,7 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
                     guesses.extend(replaced(words, "--pid", "--exe"));
                 }
                 // A duration without its unit.
-                _ if is_number && argument.ends_with("<DURATION>") => {
+                _ if is_number && context(error, ContextKind::InvalidArg).concat().ends_with("<DURATION>") => {
                     guesses.extend(replaced(words, &value, &format!("{value}h")));
                     guesses.extend(replaced(words, &format!("{wrong}={value}"), &format!("{wrong}={value}h")));
                 }
@@ -162,13 +224,6 @@ fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
         _ => {}
     }
     guesses
-}
-
-/// Whether `wrong` is probably a misspelling of `right`, rather than another word: both begin alike and are about as
-/// long.
-fn is_misspelt(wrong: &str, right: &str) -> bool {
-    let begins = |word: &str| word.trim_start_matches('-').to_lowercase().chars().take(2).collect::<String>();
-    begins(wrong) == begins(right) && wrong.len().abs_diff(right.len()) <= 2 && !NEVER_GUESSED.contains(&right)
 }
 
 /// Two command lines: one with the first occurrence of a word replaced, one with all. The word may have a value after
@@ -192,9 +247,9 @@ fn is_long_with_one_dash(word: &str) -> bool {
     word.len() > 2 && word.starts_with('-') && !word.starts_with("--")
 }
 
-/// The first example in the command's help that has the flag whose value is invalid. If an argument is missing: the
-/// first example.
-fn example(error: &Error, command: &Command) -> Option<String> {
+/// The first example in the command's help that has the flag whose value is invalid; only the value from it if that's
+/// all that the command line lacks. If an argument is missing: the first example.
+fn example<Cli: Parser>(error: &Error, command: &Command, words: &[String]) -> Option<String> {
     let lacking = match error.kind() {
         ErrorKind::MissingRequiredArgument => String::new(),
         ErrorKind::InvalidValue => context(error, ContextKind::InvalidArg).concat().split(' ').next()?.to_owned(),
@@ -204,7 +259,13 @@ fn example(error: &Error, command: &Command) -> Option<String> {
     for line in help.lines() {
         match line.strip_prefix("  ") {
             Some(example) if !example.starts_with(' ') && example.contains(&lacking) => {
-                return Some(example.to_owned());
+                let mut words = words.to_vec();
+                let value = example.split(' ').skip_while(|word| *word != lacking).nth(1);
+                if let (Some(at), Some(value)) = (words.iter().position(|word| *word == lacking), value) {
+                    words.insert(at + 1, value.to_owned());
+                }
+                let completed = Cli::try_parse_from(&words).is_ok();
+                return Some(if completed { shown::<Cli>(&words) } else { example.to_owned() });
             }
             _ => {}
         }
@@ -271,7 +332,9 @@ mod tests {
             ("tool inscan --exe a", "see tool --help"),
             ("tool scan --exe a --docker b --docker c", "see tool scan --help"),
             ("tool run", "try tool run --config a.toml x"),
-            ("tool run x --config", "try tool run --config a.toml x"),
+            ("tool run x --config", "try tool run x --config a.toml"),
+            ("tool --json scan", "try tool scan --json"),
+            ("tool rnu", "try tool run --config a.toml x"),
         ] {
             assert_eq!(answer(words), advice, "{words}");
         }

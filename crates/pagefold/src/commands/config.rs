@@ -1,10 +1,9 @@
 //! `pagefold config`: checks the configuration files, and shows their settings.
 
 use crate::config::args::RunArgs;
-use crate::config::config_file::nearest;
 use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
-use crate::config::scope::{explain, script_hint};
+use crate::config::scope::{NAME_LETTERS, explain, running_programs, script_hint};
 use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, load, merged};
 use crate::place;
 use anyhow::Result;
@@ -12,9 +11,10 @@ use pagefold_engine::config::Config;
 use pagefold_host::scope::deny_list::{DenyList, workload_entry};
 use pagefold_host::scope::domain::DEFAULT;
 use pagefold_host::scope::exe::{Matching, interpreter_of};
-use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, resolve_for_undoing};
+use pagefold_host::scope::{ScopeError, Selector};
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
+use pagefold_text::misspelt::nearest;
 use pagefold_text::style::{self, Lines};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -23,9 +23,6 @@ use std::path::{Path, PathBuf};
 /// Where we look for installed programs.
 const DIRECTORIES: [&str; 7] =
     ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/libexec"];
-/// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. Names are short, so the
-/// threshold is high.
-const NEAR: f64 = 0.9;
 
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum ConfigCommand {
@@ -180,12 +177,7 @@ fn programs_of(options: &Options) -> Vec<&str> {
 
 /// The names of running programs, and of programs in the usual directories.
 fn installed() -> BTreeSet<String> {
-    let mut names = BTreeSet::new();
-    let all = ScopeSpec(vec![Selector::All]);
-    for process in resolve_for_undoing(&all, &Roots::default(), &[]).unwrap_or_default() {
-        names.insert(String::from_utf8_lossy(&process.program()).into_owned());
-        names.insert(process.name);
-    }
+    let mut names = running_programs();
     for directory in DIRECTORIES {
         for entry in Path::new(directory).read_dir().into_iter().flatten().flatten() {
             names.insert(entry.file_name().to_string_lossy().into_owned());
@@ -209,9 +201,9 @@ fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
     if installed.iter().any(is_here) {
         return None;
     }
-    let advice = match nearest(name, installed.iter().map(String::as_str), NEAR) {
-        Some(nearest) => format!("did you mean {nearest}?"),
-        None => "check the spelling".to_owned(),
+    let advice = match nearest(name, installed.iter().map(String::as_str), NAME_LETTERS)[..] {
+        [nearest] => format!("did you mean {nearest}?"),
+        _ => "check the spelling".to_owned(),
     };
     Some(format!("no program {name} is running or in a directory such as /usr/bin; {advice}"))
 }

@@ -4,13 +4,14 @@
 
 use crate::config::options::{OptionSpec, Options, SECTIONS, Section, all};
 use crate::config::values::Allowed;
+use pagefold_text::misspelt::nearest;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
 /// We cut the problem and the advice in an error message to this many characters each, because they may quote the file.
 const PART_MOST: usize = 300;
-/// Above this Jaro similarity (0 to 1), one name may be a misspelling of the other. clap uses the same value.
-const NEAR: f64 = 0.7;
+/// Every second letter of a key may be wrong, as we list all keys anyway.
+const LETTERS: usize = 2;
 
 /// Keys that have moved to `[tuning]`, by their former section. The next release won't read them there any more.
 const MOVED: [(&str, &[&str]); 3] = [
@@ -160,13 +161,7 @@ fn meant(key: &str, known: &[&str]) -> Option<String> {
     if let Some(section) = SECTIONS.iter().find(|section| keys(section).contains(&key)) {
         return Some(format!("{key} in [{}]", section.name));
     }
-    nearest(key, known.iter().copied(), NEAR).map(str::to_owned)
-}
-
-/// The most similar name, if its Jaro similarity (0 to 1) is above `near`.
-pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, near: f64) -> Option<&'a str> {
-    let nearest = known.max_by(|a, b| strsim::jaro(name, a).total_cmp(&strsim::jaro(name, b)))?;
-    if strsim::jaro(name, nearest) > near { Some(nearest) } else { None }
+    nearest(key, known.iter().copied(), LETTERS).first().map(|&key| key.to_owned())
 }
 
 /// The text without control characters, cut if it's too long.

@@ -6,17 +6,22 @@ use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::exe::interpreter_of;
+use pagefold_host::scope::workload::{self, WorkloadKind};
 use pagefold_host::scope::{
-    ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve_each, resolve_for_undoing, resolve_for_undoing_again,
+    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve_each, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::process::ReadError;
-use pagefold_text::escape::shell_word;
+use pagefold_text::escape::{printable, shell_word};
 use pagefold_text::exit::{self, Exit};
+use pagefold_text::misspelt::nearest;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
+
+/// When we look for a misspelt name, one letter in this many may be wrong.
+pub const NAME_LETTERS: usize = 4;
 
 /// The processes in scope. With several flags, a process that matches any of them is in scope.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -68,11 +73,22 @@ impl FromArgMatches for ScopeArgs {
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
         }
         for target in targets {
-            if target.bytes().all(|byte| byte.is_ascii_digit()) {
-                let pid = pid(&target).map_err(|problem| format!("invalid value '{target}': {problem}"));
-                scope.pid.push(pid.map_err(|problem| Error::raw(ErrorKind::ValueValidation, problem))?);
-            } else {
+            if !target.bytes().all(|byte| byte.is_ascii_digit() || byte == b',') {
                 scope.selectors.0.exes.get_or_insert_default().push(target);
+                continue;
+            }
+            for word in target.split(',') {
+                let pid = pid(word).map_err(|problem| format!("invalid value '{word}': {problem}"));
+                scope.pid.push(pid.map_err(|problem| Error::raw(ErrorKind::ValueValidation, problem))?);
+            }
+        }
+        for exe in scope.selectors.0.exes.iter_mut().flatten() {
+            // We keep a link's own name: it may lead to another version tomorrow.
+            if !exe.starts_with('/')
+                && let Some((directory, name)) = exe.rsplit_once('/')
+                && let Ok(directory) = Path::new(directory).canonicalize()
+            {
+                *exe = directory.join(name).to_string_lossy().into_owned();
             }
         }
         Ok(scope)
@@ -206,8 +222,11 @@ fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
 pub fn hint(error: &ScopeError) -> Option<String> {
     let ScopeError::NoMatch(scope) = error else { return None };
     let (flag, name) = scope.split_once(' ').filter(|(_, name)| !name.contains(" --"))?;
+    let kind = flag.strip_prefix("--")?;
+    if let Some(hint) = script_hint(name).filter(|_| kind == "exe").or_else(|| meant(kind, name)) {
+        return Some(hint);
+    }
     match flag {
-        "--exe" => script_hint(name),
         "--container" => Some(
             "names come from the files of root's Docker, Podman, CRI-O and nerdctl, and from the cgroups of LXC and \
              nspawn; at least 12 digits of the ID always work"
@@ -219,6 +238,43 @@ pub fn hint(error: &ScopeError) -> Option<String> {
         ),
         _ => None,
     }
+}
+
+/// The selector that was meant by one that matches nothing: the same name of another kind, or a similar one of this kind.
+fn meant(kind: &str, name: &str) -> Option<String> {
+    if (kind, name) == ("exe", "all") {
+        return Some("all processes are --all".to_owned());
+    }
+    let kinds = ["exe", "unit", "vm", "container", "pod"];
+    if let Some(other) = kinds.into_iter().find(|&other| other != kind && running(other).contains(name)) {
+        return Some(format!("try --{other} {name}"));
+    }
+    match nearest(name, running(kind).iter().map(String::as_str), NAME_LETTERS)[..] {
+        [nearest] => Some(format!("did you mean --{kind} {nearest}?")),
+        _ => None,
+    }
+}
+
+/// The names of running programs, or of running workloads of this kind, as words for a shell.
+fn running(kind: &str) -> BTreeSet<String> {
+    let names = match (WorkloadKind::of_name(kind), kind) {
+        (Some(kind), _) => workload::running(kind, &Roots::default().proc),
+        (None, "exe") => running_programs(),
+        _ => BTreeSet::new(),
+    };
+    let shown = |name: &String| shell_word(&printable(name.trim_end_matches(".service").as_bytes()));
+    names.iter().map(shown).collect()
+}
+
+/// The names by which running programs can be selected.
+pub fn running_programs() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let all = ScopeSpec(vec![Selector::All]);
+    for process in resolve_for_undoing(&all, &Roots::default(), &[own_pid()]).unwrap_or_default() {
+        names.insert(String::from_utf8_lossy(&process.program()).into_owned());
+        names.insert(process.name);
+    }
+    names
 }
 
 /// If this path is a script's: why it selects no process, and the ways that do.
