@@ -55,6 +55,7 @@ const WORK: &[&[&str]] = &[
     &["scan", "/usr/bin/redis-server"],
     &["scan", "4711,4712"],
     &["enable", "redis-server"],
+    &["history", "--csv"],
     &["run", "redis-server", "--for", "60"],
     &["top", "--since", "3600"],
     &["run", "--all", "--metrics-interval", "15"],

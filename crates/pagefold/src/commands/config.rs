@@ -4,7 +4,7 @@ use crate::config::args::RunArgs;
 use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
 use crate::config::scope::{NAME_LETTERS, explain, running_programs, script_hint};
-use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, load, merged};
+use crate::config::settings::{DEFAULT_FILE, DomainSource, Layer, Settings, has_layers, load, merged};
 use crate::place;
 use anyhow::Result;
 use pagefold_engine::config::Config;
@@ -47,7 +47,11 @@ pub struct ConfigArgs {
 pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
     let file = args.config.as_ref().unwrap_or(&args.file);
-    let layers = load(file)?;
+    let layers = match command {
+        // Without any file, the defaults hold.
+        ConfigCommand::Show(_) if file == Path::new(DEFAULT_FILE) && !has_layers(file) => Vec::new(),
+        _ => load(file)?,
+    };
     let options = merged(&layers);
     let settings = Settings::of_options(&RunArgs::default(), Some(file), options.clone())?;
     let mut text = String::new();

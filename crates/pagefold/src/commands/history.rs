@@ -24,6 +24,9 @@ pub struct HistoryArgs {
     /// Print JSON (schema pagefold.history/1) instead of CSV
     #[arg(long)]
     pub json: bool,
+    /// What we print anyway
+    #[arg(long, hide = true, conflicts_with = "json")]
+    csv: bool,
 }
 
 #[derive(Debug, Serialize)]

@@ -234,7 +234,7 @@ pub fn additions(path: &Path) -> PathBuf {
 }
 
 /// Whether FILE or FILE.d exists. If only FILE.d does, we may have lost FILE and what it denied, so [`load`] fails.
-fn has_layers(path: &Path) -> bool {
+pub fn has_layers(path: &Path) -> bool {
     is_there(path) || is_there(&additions(path))
 }
 
