@@ -115,6 +115,8 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
         _ => {
             let selectors = Selectors::of(&spec).map_err(|error| scope::explain(&error))?;
             let explanation: workload::Explanation = ask(&Request::Workload(selectors))?;
+            // The daemon refuses only a scope that nothing matches.
+            args.scope.resolve()?;
             output::print(args.json, &explanation, |style| workload::describe(&explanation, style))?;
             return Ok(exit::OK);
         }
