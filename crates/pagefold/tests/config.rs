@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Command;
 
 use pagefold_testkit::*;
 
@@ -177,7 +178,10 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     assert_eq!(status()["scope"], format!("--exe {}", second.name()));
     let disable = ["disable", "--exe", first.name(), "--config", config.name()];
     assert_fails(&disable, 5, "is not enabled");
-    assert_has(&call("disable", &second), &["Nothing is in scope any more."]);
+    // By another path of the daemon's file.
+    let mut disable = Command::new(program());
+    disable.current_dir(config.path.parent().unwrap()).args(["disable", second.name(), "--config", "pagefold.toml"]);
+    assert_has(&output_of(&mut disable), &["Nothing is in scope any more."]);
     assert!(!Path::new(&file).exists());
     assert_unmarked(&pids);
     for (args, code, says) in [
