@@ -145,11 +145,11 @@ impl Engine {
         if region.life.level() > 1 && !region.marks.spans.is_empty() && self.is_merging() {
             return Decision::new(Verb::Merge, Reason::Duplicate);
         }
-        if self.carrier().by_marks
-            && let Some(until_ns) =
-                self.ksmd.marker.awaits_newcomers_until_ns(region, now_ns, self.pace(), &self.config)
-        {
-            return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
+        if self.carrier().by_marks {
+            let marker = &self.ksmd.marker;
+            if let Some(until_ns) = marker.awaits_newcomers_until_ns(region, now_ns, self.pace(), &self.config) {
+                return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
+            }
         }
         self.watch(region, sampled)
     }

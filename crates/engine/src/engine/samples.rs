@@ -191,9 +191,11 @@ impl Engine {
         let Some(region) = self.table.get(slot) else { return Occurrences::None };
         let location = Location { slot, offset: region.offset(sample.page) };
         let digest = sample.digest.in_domain(region.view.domain);
-        if sample.state == PageState::Shared
-            && let Some(only) = self.contents.index.only_page_of(digest)
-        {
+        let only = match sample.state {
+            PageState::Shared => self.contents.index.only_page_of(digest),
+            _ => None,
+        };
+        if let Some(only) = only {
             match self.table.get(only.slot) {
                 // The page in the index is gone. Most likely it was the same page in a relative that has ended.
                 None => {

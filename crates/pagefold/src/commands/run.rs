@@ -125,8 +125,9 @@ fn host(
     Ok(host)
 }
 
-/// Refuses a command line with a selector that matches no process, or that selects only processes that we must leave alone, as that's most likely a
-/// mistake. A configuration file may select processes that start later. Returns the processes that we leave alone.
+/// Refuses a command line with a selector that matches no process, or that selects only processes that we must leave
+/// alone, as that's most likely a mistake. A configuration file may select processes that start later. Returns the
+/// processes that we leave alone.
 fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
     let resolve = if waits { resolve } else { resolve_each };

@@ -66,9 +66,7 @@ impl FromArgMatches for ScopeArgs {
         let is_given = |id: &&str| {
             matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
         };
-        if let Some(target) = targets.first()
-            && NOT_BESIDE.iter().any(is_given)
-        {
+        if let (Some(target), true) = (targets.first(), NOT_BESIDE.iter().any(is_given)) {
             let problem = format!("'{target}' may be a program or the value of an option; name programs by --exe");
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
         }
@@ -84,10 +82,8 @@ impl FromArgMatches for ScopeArgs {
         }
         for exe in scope.selectors.0.exes.iter_mut().flatten() {
             // We keep a link's own name: it may lead to another version tomorrow.
-            if !exe.starts_with('/')
-                && let Some((directory, name)) = exe.rsplit_once('/')
-                && let Ok(directory) = Path::new(directory).canonicalize()
-            {
+            let Some((directory, name)) = exe.rsplit_once('/') else { continue };
+            if let (false, Ok(directory)) = (exe.starts_with('/'), Path::new(directory).canonicalize()) {
                 *exe = directory.join(name).to_string_lossy().into_owned();
             }
         }

@@ -474,7 +474,8 @@ fn pages_of(
             extend(&mut found.private, page);
         } else if !entry.file_or_shared() {
             extend(&mut others, page);
-        } else if with_file && let Some(frame) = entry.pfn() {
+        } else if with_file {
+            let Some(frame) = entry.pfn() else { return };
             file_frame = Some(frame);
             if entry.exclusive() {
                 extend(&mut found.file, page);
