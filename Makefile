@@ -97,7 +97,8 @@ attack:
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
-	@! grep -rn '&& let ' crates --include=*.rs || { echo "Rust 1.86, of Cargo.toml, doesn't know these chains" >&2; exit 1; }
+	@! grep -rlPz '\b(if|while) let [^{;|]*&& |&& let ' crates lab xen --include=*.rs || \
+	    { echo "Rust 1.86, of Cargo.toml, doesn't know chains of let" >&2; exit 1; }
 	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-procmem | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --debug --locked cargo-deny@0.18.3

@@ -166,7 +166,8 @@ impl Engine {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
     }
 
-    /// The latest count of the saving. `None` before the first count, and while KSM has merged many more pages since.
+    /// The latest count of the saving. `None` before the first count, while KSM has merged many more pages since, and
+    /// while we can't tell how many merges have ended since.
     pub fn saving(&self) -> Option<&Saving> {
         self.saving.known(self.snapshot.ksm.saved())
     }

@@ -225,6 +225,11 @@ impl Region {
         Pages(whole(marked.duplicate.0 as f64 * visited as f64 / marked.resident.0.max(1) as f64))
     }
 
+    /// How many of the region's pages may be merged.
+    pub fn merged_at_most(&self) -> Pages {
+        self.merged_by_ksmd().max(self.usage.merged.len())
+    }
+
     /// Whether samples show that ksmd has left most of the duplicates in its marked memory unmerged.
     pub fn are_duplicates_unmerged(&self) -> bool {
         2.0 * self.marks.samples.unmerged_share() > self.marks.counts().ratio()

@@ -59,10 +59,13 @@ const PAUSE_MOST_NS: u64 = 60_000_000_000;
 const READING_PAUSE_NS: u64 = 10_000_000_000;
 /// Once merging has ended, we count after this time, nanoseconds.
 const SETTLED_NS: u64 = 1_000_000_000;
-/// We don't know the saving once more than one part in this many of it may have ended. While we don't, counting may
-/// take this many times its share.
-const STALE_PART: f64 = 100.0;
-const STALE_SHARES: u64 = 8;
+/// Once so much of the saving has ended, pages, or one part in so many, we count early: counting may take this many
+/// times its share. If we can't tell how much has ended, we don't know the saving until then.
+const ENDED_MIN: f64 = 16.0;
+const ENDED_PART: f64 = 100.0;
+const EARLY_SHARES: u64 = 8;
+/// If fewer than this many sharers of a frame were left when we counted, all may have ended since.
+const FEW_SHARERS: u32 = 8;
 
 /// How much merging saves now.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -78,30 +81,44 @@ pub struct Saving {
     pub machine: Pages,
     /// We looked up one page in this many.
     pub one_in: u64,
-    /// Each process's part, pages.
-    pub by_owner: FxHashMap<OwnerKey, f64>,
-    /// How many of each process's pages are merged zeros, which aren't resident.
-    pub zeros: FxHashMap<OwnerKey, f64>,
+    pub parts: FxHashMap<OwnerKey, Part>,
+}
+
+/// A process's part of the saving, pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Part {
+    saved: f64,
+    /// Merged zeros, which aren't resident.
+    zeros: f64,
+    /// How much less is saved once the process has ended: of two processes with equal pages, each has half of what's
+    /// saved, but all of it ends with either.
+    loss: f64,
+    /// The part of the loss on pages with [`FEW_SHARERS`].
+    doubtful: f64,
 }
 
 impl Saving {
     pub fn of(&self, owner: OwnerKey) -> Pages {
-        Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
+        Pages(whole(self.part(owner).saved.round()))
     }
 
     pub fn zeros_of(&self, owner: OwnerKey) -> Pages {
-        Pages(whole(self.zeros.get(&owner).copied().unwrap_or(0.0).round()))
+        Pages(whole(self.part(owner).zeros.round()))
     }
 
-    /// Takes out the part of a process that has ended or left the scope, and returns it, pages. The parts of processes
-    /// that shared its frames get smaller, too, so only the next count is exact again.
-    fn forget(&mut self, owner: OwnerKey) -> f64 {
-        let Some(part) = self.by_owner.remove(&owner) else { return 0.0 };
-        let left = (1.0 - part / (self.saved.0 as f64).max(part).max(1.0)).max(0.0);
+    fn part(&self, owner: OwnerKey) -> Part {
+        self.parts.get(&owner).copied().unwrap_or_default()
+    }
+
+    /// Takes out what ends with a process that has ended or left the scope. The parts of processes that shared its
+    /// frames are right again at the next count.
+    fn forget(&mut self, owner: OwnerKey) -> Option<Part> {
+        let part = self.parts.remove(&owner)?;
+        let left = (1.0 - part.loss / (self.saved.0 as f64).max(part.loss).max(1.0)).max(0.0);
         for pages in [&mut self.saved, &mut self.merged, &mut self.returns_at_worst] {
             *pages = Pages(whole(pages.0 as f64 * left));
         }
-        part
+        Some(part)
     }
 }
 
@@ -117,8 +134,11 @@ pub struct SavingCounter {
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
     has_changed: bool,
-    /// How many pages we've unmerged or forgotten since the last count.
+    /// How many pages' saving has ended since the last count, and of how many more we can't tell.
     ended: f64,
+    doubtful: f64,
+    /// How many processes have ended or left the scope since the last count.
+    gone: u32,
     /// How many pages this cycle's plan looks up, if it counts the saving.
     asking: Option<u64>,
     one_in: u64,
@@ -134,37 +154,42 @@ impl SavingCounter {
         self.latest.as_ref()
     }
 
-    /// The latest count. `None` if KSM has merged much since, so that we'd show too little, or if merges have ended, so
-    /// that we'd show too much. `machine` is KSM's figure now.
+    /// The latest count. `None` if KSM has merged much since, so that we'd show too little, or if we can't tell how many
+    /// merges have ended, so that we'd show too much. `machine` is KSM's figure now.
     pub fn known(&self, machine: Pages) -> Option<&Saving> {
         let saving = self.latest()?;
         let has_merged = machine.0 > saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED;
-        if has_merged || self.is_stale() {
+        if has_merged || self.is_much(self.doubtful) {
             return None;
         }
         Some(saving)
     }
 
-    /// Whether so many merges have ended since the last count that its figures are too high.
-    fn is_stale(&self) -> bool {
-        match &self.latest {
-            Some(saving) => self.ended * STALE_PART > saving.saved.0 as f64,
-            None => false,
-        }
+    fn is_much(&self, pages: f64) -> bool {
+        let saved = self.latest().map_or(Pages(0), |saving| saving.saved);
+        pages > ENDED_MIN.max(saved.0 as f64 / ENDED_PART)
     }
 
     /// Takes processes that have ended or left the scope out of the latest count.
     pub fn forget(&mut self, owners: &FxHashSet<OwnerKey>) {
         if let Some(saving) = &mut self.latest {
             for &owner in owners {
-                self.ended += saving.forget(owner);
+                let Some(part) = saving.forget(owner) else { continue };
+                self.gone += 1;
+                self.ended += part.loss;
+                // The first one's loss is certain. The others' partners may have gone before them.
+                if self.gone >= FEW_SHARERS {
+                    self.doubtful += part.loss;
+                } else if self.gone > 1 {
+                    self.doubtful += part.doubtful;
+                }
             }
         }
     }
 
     /// This much memory was unmarked, and may have been merged.
     pub fn note_unmarked(&mut self, pages: Pages) {
-        self.ended += pages.0 as f64;
+        self.doubtful += pages.0 as f64;
     }
 
     /// Whether this cycle's plan counts the saving.
@@ -188,6 +213,8 @@ impl SavingCounter {
     fn adopt(&mut self, saving: Saving) {
         self.latest = Some(saving);
         self.ended = 0.0;
+        self.doubtful = 0.0;
+        self.gone = 0;
     }
 
     /// Makes the next plan count the saving, whatever else goes on.
@@ -214,8 +241,8 @@ impl SavingCounter {
         } else {
             (4 * self.pause_ns).min(PAUSE_MOST_NS)
         };
-        let pause_ns = if self.is_stale() {
-            (self.pause_ns / STALE_SHARES).max(PAUSE_NS)
+        let pause_ns = if self.is_much(self.ended + self.doubtful) {
+            (self.pause_ns / EARLY_SHARES).max(PAUSE_NS)
         } else if reading {
             pause_ns.max(READING_PAUSE_NS)
         } else {
@@ -311,7 +338,13 @@ impl SavingCounter {
             saved += part;
             returns += weight * (1.0 - held);
             merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
-            *saving.by_owner.entry(region.view.owner).or_default() += part;
+            let of_owner = saving.parts.entry(region.view.owner).or_default();
+            of_owner.saved += part;
+            let is_lost = if family.all > 1.0 { region.usage.own.contains(sample.page) } else { sample.mappers > 1 };
+            if is_lost {
+                of_owner.loss += weight;
+                of_owner.doubtful += if sample.mappers < FEW_SHARERS { weight } else { 0.0 };
+            }
         }
         let zeros = zeros_of(table, counted, weight);
         let mut families: FxHashMap<LineageKey, Zeros> = FxHashMap::default();
@@ -328,8 +361,11 @@ impl SavingCounter {
             saved += part;
             returns += zeros.most();
             merged_pages += zeros.most();
-            *saving.by_owner.entry(owner).or_default() += part;
-            saving.zeros.insert(owner, zeros.most());
+            let of_owner = saving.parts.entry(owner).or_default();
+            of_owner.saved += part;
+            of_owner.zeros = zeros.most();
+            of_owner.loss += part;
+            of_owner.doubtful += if family.sum > zeros.most() { part } else { 0.0 };
         }
         saving.merged = Pages(whole(merged_pages));
         saving.saved = Pages(whole(saved.round()));
@@ -667,16 +703,19 @@ mod tests {
 
     #[test]
     fn the_count_loses_who_has_gone_and_is_unknown_while_much_is_merged() {
-        let by_owner = [(OwnerKey(1), 6_000.0), (OwnerKey(2), 2_000.0)].into_iter().collect();
+        let part = |pages| Part { saved: pages, loss: pages, doubtful: pages, zeros: 0.0 };
+        let parts = [(OwnerKey(1), part(6_000.0)), (OwnerKey(2), part(2_000.0))].into_iter().collect();
         let (saved, merged, machine) = (Pages(8_000), Pages(12_000), Pages(8_000));
         let returns_at_worst = saved;
-        let saving = Saving { saved, merged, returns_at_worst, machine, by_owner, ..Saving::default() };
+        let saving = Saving { saved, merged, returns_at_worst, machine, parts, ..Saving::default() };
         let mut counter = SavingCounter { latest: Some(saving), ..SavingCounter::default() };
         assert!(counter.known(Pages(12_000)).is_some() && counter.known(Pages(12_100)).is_none());
         counter.forget(&FxHashSet::from_iter([OwnerKey(1), OwnerKey(3)]));
         let left = counter.latest().unwrap();
         assert_eq!([left.saved, left.merged, left.returns_at_worst], [2_000, 3_000, 2_000].map(Pages));
+        assert!(counter.known(machine).is_some(), "what ended with the first one is certain");
         counter.forget(&FxHashSet::from_iter([OwnerKey(2)]));
         assert_eq!(counter.latest().unwrap().saved, Pages(0));
+        assert!(counter.known(machine).is_none());
     }
 }

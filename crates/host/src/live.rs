@@ -241,7 +241,7 @@ impl LiveHost {
     }
 
     /// Notes how many pages of each process's merged memory others hold, as Pss counts.
-    fn note_merged(&mut self, merged: &[MergedSample]) {
+    fn note_shared(&mut self, merged: &[MergedSample]) {
         let mut shared: BTreeMap<i32, f64> = BTreeMap::new();
         for sample in merged {
             if let Some(&pid) = self.regions.pids.get(&sample.region) {
@@ -550,7 +550,7 @@ impl Host for LiveHost {
                 samples.merged = read.merged;
                 samples.counted = read.counted;
                 if samples.counted.is_some() {
-                    self.note_merged(&samples.merged);
+                    self.note_shared(&samples.merged);
                 }
                 for (pid, error) in read.failed {
                     // The pages that we read before the error are valid. The next refresh finds processes that have

@@ -68,6 +68,39 @@ fn a_thread_that_would_notice_a_stop_is_not_stopped() {
 }
 
 #[test]
+fn seccomp_filters_are_suspended_and_restored() {
+    if !can_inject() {
+        return;
+    }
+    for (mode, dies) in [("strict", true), ("filter-kill", true), ("filter-errno", false), ("filter-trap", false)] {
+        let mut victim = Victim::start(mode);
+        if mode != "strict" {
+            let line = victim.line();
+            if line != "filtered" {
+                skip(line);
+                continue;
+            }
+        }
+        victim.wait_blocked(libc::SYS_read);
+        match victim.mark(MARK) {
+            Err(error @ InjectError::Filtered { .. }) => {
+                skip(error);
+                continue;
+            }
+            other => assert_eq!(other.unwrap().results, [Ok(0)]),
+        }
+        victim.mark_repeatedly(2);
+        victim.finish(mode);
+        if dies {
+            // At its end the victim calls madvise itself, and the filter kills it.
+            use std::os::unix::process::ExitStatusExt;
+            let signal = victim.program.child.0.wait().unwrap().signal();
+            assert_eq!(signal, Some(if mode == "strict" { libc::SIGKILL } else { libc::SIGSYS }), "{mode}");
+        }
+    }
+}
+
+#[test]
 fn a_traced_process_is_refused() {
     let Some(mut victim) = Victim::if_possible("idle") else { return };
     // SAFETY: we pass no memory, and the target is a child of this thread.

@@ -149,6 +149,7 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, pid, scope, dry_run, seconds", "The run; its duration so far"),
             ("mechanism, only", "How equal pages are merged: ksmd, or request (/dev/ksm); which ones: all, or zeros"),
+            ("history", "The file to which the run writes its history; null if it keeps none"),
             ("other_bytes", "If ksmd merges only zeros: the marked memory that isn't zeros; ksmd merges equal pages there, too"),
             ("governor, in_force", "The governor that was set; the one that auto has chosen"),
             ("allowed_share, used_share", "Share of a core, 0 to 1: allowed; used in the last ten seconds"),
@@ -156,7 +157,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("done_in_seconds", "Roughly how long until the memory that is being read has been read and merged; null if unknown or idle"),
             ("ksm_driven, ksm_why, stood_down", "Whether this run controls KSM; why not; whether it gave up KSM because another program changed a setting"),
             ("available_bytes, resident_bytes", "Memory that programs can get without swapping; anonymous memory in scope that isn't left alone, or is marked"),
-            ("saved_bytes, unmerged_bytes, saved_age_seconds", "Memory saved: unmerged_bytes minus the memory that the processes in scope hold; the memory that they would hold if nothing were merged (before the first count, that they hold); the age of the last count. Null until the first count"),
+            ("saved_bytes, unmerged_bytes, saved_age_seconds", "Memory saved: unmerged_bytes minus the memory that the processes in scope hold; the memory that they would hold if nothing were merged (before the first count, that they hold); the age of the last count. Null until counted, and for some seconds if much has been merged or unmerged since"),
             ("may_return_bytes, saved_machine_bytes", "Memory needed if programs write to all merged pages; savings on the whole machine by KSM's counters, without ended programs"),
             ("exited_bytes", "Memory of ended programs that KSM still counts, until its next scan"),
             ("marked_bytes, metadata_bytes", "Resident memory that is marked (in a dry run: would be marked); KSM's metadata for it"),

@@ -398,3 +398,24 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     assert_eq!(ended.code, Some(0));
     give_back(&ksm, &mut pair);
 }
+
+#[test]
+fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut pair = pair(32, 0, 15);
+    let pids = pids(&pair);
+    let Some(freezer) = Freezer::of_any_version() else { return };
+    let daemon = Daemon::on(&pids, &["--for", "300s"]);
+    wait_for_saving(32 * MIB);
+    daemon.stop();
+    freezer.freeze_process(pids[0]);
+    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
+    assert_failed(&output, 6, "frozen");
+    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
+    assert_eq!(summary["processes"][1]["failed"], Value::Null);
+    assert_unmarked(&pids[1..]);
+    assert!(marks(pids[0]).marked >= most(32 * MIB));
+    drop(freezer);
+    give_back(&ksm, &mut pair);
+}

@@ -21,7 +21,7 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>, letters
         if edits > 1 && length >= CUT && plain.starts_with(&word) {
             edits = 1;
         }
-        if edits > most.max(1) || edits > least {
+        if edits > most.max(1) || edits > least || length < 2 {
             continue;
         }
         if edits < least {

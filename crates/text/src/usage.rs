@@ -11,7 +11,7 @@ use clap::{Command, Error, Parser};
 const MENDS_MOST: usize = 4;
 /// How many candidate command lines we keep after each round of replacing words.
 const LINES_MOST: usize = 16;
-/// We never suggest these, because they widen the set of processes that may be merged.
+/// We never suggest these: they let in processes that would be left alone by default.
 const NEVER_GUESSED: [&str; 3] = ["--all", "--allow", "--override-opt-out"];
 /// One letter in this many may be wrong.
 const LETTERS: usize = 3;
@@ -54,7 +54,7 @@ const SYNONYMS: &[(&str, &str)] = &[
 ];
 
 /// How a process gets into the background.
-const START: &str = "start the service by systemctl start NAME, or by NAME enable and a program's name";
+const START: &str = "start the service: systemctl start NAME, or NAME enable PROGRAM";
 
 /// Commands and flags that systemd has instead of us, with the line that works. `NAME` stands for the program's name.
 const SERVICE: &[(&str, &str)] = &[

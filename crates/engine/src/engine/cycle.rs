@@ -143,7 +143,9 @@ impl Engine {
         self.ledger.record(actions, outcome);
         for result in &outcome.unmarked {
             if let Marking::Done(pages) = result.marking {
-                self.saving.note_unmarked(pages);
+                let span = result.change.span;
+                let merged = self.table.at(span.region, span.first).map_or(pages, Region::merged_at_most);
+                self.saving.note_unmarked(pages.min(merged));
             }
         }
         self.spending.changed_targets |= actions.change_targets();

@@ -34,9 +34,10 @@ pub(super) fn state(engine: &Engine) -> State {
         owner.regions += 1;
         owner.memory += memory;
     }
-    let saving = engine.saving();
+    // While the saving isn't known, we still know about what the processes would hold.
+    let saving = engine.saving.latest();
     if let Some(saving) = saving {
-        for &owner in saving.by_owner.keys() {
+        for &owner in saving.parts.keys() {
             owners.entry(owner).or_default().saved_bytes = saving.of(owner).bytes().0;
         }
     }

@@ -24,7 +24,7 @@ use pagefold_text::exit::{self, Exit};
 use pagefold_text::program::code_of;
 use pagefold_text::progress::Progress;
 use pagefold_text::style::{self, Lines, Style};
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -55,9 +55,12 @@ fn program(targets: Arg) -> Arg {
 }
 
 impl EnableArgs {
-    fn spec(&self) -> Result<ScopeSpec, Exit> {
+    fn spec(&self, enables: bool) -> Result<ScopeSpec, Exit> {
         let spec = self.scope.spec();
-        let line = if let Some(pid) = self.scope.pid.first() {
+        let cannot_be = !self.scope.pid.is_empty() || spec.0.contains(&Selector::All);
+        let line = if cannot_be && !enables {
+            format!("only names can be disabled; to keep processes out, try pagefold exclude {spec}")
+        } else if let Some(pid) = self.scope.pid.first() {
             format!("a pid is gone when its process ends, so it cannot be enabled; try pagefold run --pid {pid}")
         } else if spec.0.contains(&Selector::All) {
             format!("--all cannot be enabled; write all = true below [scope] in {}", shown(&self.config))
@@ -71,10 +74,11 @@ impl EnableArgs {
         Err(Exit::new(exit::USAGE, line))
     }
 
-    /// Whether this is the configuration file, by any path.
+    /// Whether this is the configuration file, by any path. A link to it isn't: it has other drop-ins.
     fn is_file(&self, file: &Path) -> bool {
-        let ours = self.config.canonicalize();
-        file == self.config || file.canonicalize().is_ok_and(|file| ours.is_ok_and(|ours| ours == file))
+        let place =
+            |file: &Path| Some((absolute(file).ok()?.parent()?.canonicalize().ok()?, file.file_name()?.to_owned()));
+        file == self.config || place(file).is_some_and(|found| place(&self.config) == Some(found))
     }
 
     /// ` --config FILE` with a leading space, or nothing if it's the default file.
@@ -137,7 +141,7 @@ impl Outcome {
 
 pub fn enable(args: &EnableArgs) -> Result<u8> {
     preflight::need_root("changing the configuration")?;
-    let spec = args.spec()?;
+    let spec = args.spec(true)?;
     preflight::ksm()?;
     preflight::see_cgroups();
     let found = match resolve(&spec, &Roots::default()) {
@@ -181,7 +185,7 @@ pub fn enable(args: &EnableArgs) -> Result<u8> {
 
 pub fn disable(args: &EnableArgs) -> Result<u8> {
     preflight::need_root("changing the configuration")?;
-    let spec = args.spec()?;
+    let spec = args.spec(false)?;
     preflight::see_cgroups();
     let mut file = EnabledFile::open(&args.config, false)?;
     if let Some(absent) = spec.0.iter().find(|selector| !selector.is_among(&file.list)) {

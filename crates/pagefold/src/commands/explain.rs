@@ -114,9 +114,9 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
         [Selector::Pid(pid)] => pid,
         _ => {
             let selectors = Selectors::of(&spec).map_err(|error| scope::explain(&error))?;
-            let explanation: workload::Explanation = ask(&Request::Workload(selectors))?;
             // The daemon refuses only a scope that nothing matches.
             args.scope.resolve()?;
+            let explanation: workload::Explanation = ask(&Request::Workload(selectors))?;
             output::print(args.json, &explanation, |style| workload::describe(&explanation, style))?;
             return Ok(exit::OK);
         }

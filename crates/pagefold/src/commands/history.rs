@@ -1,8 +1,11 @@
 //! `pagefold history`: the savings over time, as CSV or JSON. We read the file that the daemon writes, so this works
 //! without a running daemon, too.
 
+use crate::commands::status::Status;
 use crate::config::args::seconds;
 use crate::config::ownership;
+use crate::control::client::ask;
+use crate::control::protocol::Request;
 use crate::history::{self, Moment, utc};
 use crate::output;
 use anyhow::Result;
@@ -10,7 +13,7 @@ use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::Lines;
 use serde::Serialize;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -18,9 +21,9 @@ pub struct HistoryArgs {
     /// Print the last hours or days (2h, 30d): one line a minute for the last day, one for 15 minutes of older data
     #[arg(long, value_name = "DURATION", value_parser = seconds, default_value = "24h")]
     pub since: Duration,
-    /// Read the history from this file, which the daemon writes
-    #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
-    pub history: PathBuf,
+    /// Read the history from this file [default: the running daemon's]
+    #[arg(long, value_name = "FILE")]
+    pub history: Option<PathBuf>,
     /// Print JSON (schema pagefold.history/1) instead of CSV
     #[arg(long)]
     pub json: bool,
@@ -40,8 +43,10 @@ const COLUMNS: &str = "time,pid,dry_run,saved_bytes,expected_bytes,marked_bytes,
     pagefold_cpu_seconds,ksmd_cpu_seconds";
 
 pub fn run(args: &HistoryArgs) -> Result<u8> {
-    let moments = history::read(&args.history, args.since, history::now()).map_err(|error| {
-        let line = format!("cannot read the history {}: {error}", ownership::shown(&args.history));
+    let status = ask::<Status>(&Request::Status);
+    let file = history_file(args.history.as_deref(), status.as_ref().ok());
+    let moments = history::read(file, args.since, history::now()).map_err(|error| {
+        let line = format!("cannot read the history {}: {error}", ownership::shown(file));
         match error.kind() {
             ErrorKind::PermissionDenied => Exit::new(exit::NOT_PERMITTED, format!("{line}; run as root (sudo)")),
             _ => Exit::new(exit::FAILURE, format!("{line}; give the daemon's file with --history")),
@@ -50,6 +55,12 @@ pub fn run(args: &HistoryArgs) -> Result<u8> {
     let export = Export::of(moments);
     output::print(args.json, &export, |_| export.csv())?;
     Ok(exit::OK)
+}
+
+/// The file to read: the one that's named, the running daemon's, or the service's.
+pub fn history_file<'a>(named: Option<&'a Path>, status: Option<&'a Status>) -> &'a Path {
+    let daemons = status.and_then(|status| status.run.history.as_deref());
+    named.or(daemons).unwrap_or(Path::new(history::DEFAULT_FILE))
 }
 
 impl Export {

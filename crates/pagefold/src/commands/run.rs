@@ -39,6 +39,7 @@ use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
 use progress::LeftAlone;
 use std::io;
+use std::path::absolute;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -71,7 +72,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     if config.reserve.take_back && mechanism == Mechanism::Request {
         complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
     }
-    let facts = RunFacts::new(args.dry_run, &settings.scope, &config);
+    let mut facts = RunFacts::new(args.dry_run, &settings.scope, &config);
+    if let Some(history) = settings.history.as_ref().filter(|_| !args.dry_run) {
+        facts.history = Some(absolute(history).unwrap_or_else(|_| history.clone()));
+    }
     let host = host(&settings, &config, ksm, mode, device, outputs.signals.woken.clone(), kept_out)?;
     let mut daemon = Daemon::new(outputs, facts, host);
     daemon.learned = learned.and_then(|file| LearnedWriter::start(file, &mut daemon.engine));

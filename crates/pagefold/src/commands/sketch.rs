@@ -4,7 +4,7 @@ use crate::backend::Backend;
 use crate::config::args::RunArgs;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership;
-use crate::config::scope::ScopeArgs;
+use crate::config::scope::{ScopeArgs, explain};
 use crate::config::settings::Settings;
 use crate::output;
 use crate::place::{Place, unusable};
@@ -14,6 +14,7 @@ use anyhow::Result;
 use pagefold_engine::host::Host;
 use pagefold_engine::limits::Limits;
 use pagefold_host::live::{HostMode, LiveHost};
+use pagefold_host::scope::resolve;
 use pagefold_host::targets::Target;
 use pagefold_procmem::Roots;
 use pagefold_sketch::Row;
@@ -105,7 +106,12 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     fleet.host = args.host.clone().or(fleet.host);
     let fleet = fleet.fleet()?;
     let place = place(&args.output)?;
-    settings.scope.resolve()?;
+    if args.scope == ScopeArgs::default() {
+        // A file may name programs that start later.
+        resolve(&settings.scope.spec(), &Roots::default()).map_err(|error| explain(&error))?;
+    } else {
+        args.scope.resolve()?;
+    }
     let scope = settings.scope.spec();
     let ksm = preflight::ksm()?;
     let mut host = LiveHost::new(scope, Roots::default(), settings.deny, ksm, HostMode::DryRun, stop.clone())

@@ -31,7 +31,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::{self, IsTerminal};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 pub use words::{describe, paint, process_table, saved_size, size};
@@ -103,6 +103,9 @@ pub struct Run {
     pub dry_run: bool,
     pub mechanism: Mechanism,
     pub only: Only,
+    /// The file to which the run writes its history.
+    #[serde(default)]
+    pub history: Option<PathBuf>,
 }
 
 impl Run {
@@ -220,6 +223,7 @@ impl Status {
                 dry_run: run.dry_run,
                 mechanism: run.config.mechanism,
                 only: run.config.only,
+                history: run.history.clone(),
             },
             other_bytes: state.other_bytes,
             activity: state.activity.clone(),
@@ -331,6 +335,11 @@ impl Programs {
     /// How many processes we leave alone for this reason.
     pub fn left_alone_for(&self, reason: &str) -> usize {
         self.left_out.iter().find(|row| row.reason == reason).map_or(0, |row| row.processes)
+    }
+
+    /// How many processes we look at, also if we leave them alone now.
+    pub fn looked_at(&self) -> usize {
+        self.processes.iter().filter(|row| row.regions > 0 || row.left_alone.is_none()).count()
     }
 
     pub fn not_left_alone(&self) -> usize {

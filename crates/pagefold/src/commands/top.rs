@@ -11,6 +11,7 @@ mod state;
 mod tests;
 
 use crate::commands::explain::Explanation;
+use crate::commands::history::history_file;
 use crate::commands::status::Status;
 use crate::config::args::seconds;
 use crate::config::ownership;
@@ -62,9 +63,9 @@ pub struct TopArgs {
     /// Show first what was saved in the last hours or days (2h, 30d), even if no pagefold is running now
     #[arg(long, value_name = "DURATION", value_parser = seconds)]
     pub since: Option<Duration>,
-    /// Read the history from this file, which the daemon writes
-    #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
-    pub history: PathBuf,
+    /// Read the history from this file [default: the running daemon's]
+    #[arg(long, value_name = "FILE")]
+    pub history: Option<PathBuf>,
     /// Write a self-contained web page about the last day (or the time of --since) to this file, and exit
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
@@ -97,8 +98,9 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     }
     // If there's no daemon, or it doesn't answer this user, we say so before we take over the screen.
     let since = args.since.unwrap_or(SINCE);
-    let moments = moments(&args.history, since);
-    let status = match (ask::<Status>(&Request::Status), &moments, args.since) {
+    let found = ask::<Status>(&Request::Status);
+    let moments = moments(args.history.as_deref(), found.as_ref().ok(), since);
+    let status = match (found, &moments, args.since) {
         (Ok(status), ..) => Ok(status),
         // We can still show the history, if the user asked for it.
         (Err(error), Ok(_), Some(_)) => Err(error.to_string()),
@@ -121,7 +123,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     let (sender, answers) = sync_channel(1);
     let asked = Arc::clone(&explained);
     let history = args.history.clone();
-    std::thread::spawn(move || poll(&asked, &history, since, &sender));
+    std::thread::spawn(move || poll(&asked, history.as_deref(), since, &sender));
     let screen = Screen::take()?;
     end_on_signals()?;
     let result = show(top, &answers, &explained);
@@ -174,14 +176,15 @@ fn end() -> ! {
 }
 
 /// Asks the daemon again and again, until nobody listens to the answers.
-fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSender<Answer>) {
+fn poll(explained: &AtomicI32, file: Option<&Path>, since: Duration, answers: &SyncSender<Answer>) {
     let mut read = Instant::now();
     loop {
-        let history = (read.elapsed() >= HISTORY_INTERVAL).then(|| moments(history, since));
-        if history.is_some() {
+        let status = ask::<Status>(&Request::Status).map_err(|error| error.to_string());
+        let mut history = None;
+        if read.elapsed() >= HISTORY_INTERVAL {
+            history = Some(moments(file, status.as_ref().ok(), since));
             read = Instant::now();
         }
-        let status = ask::<Status>(&Request::Status).map_err(|error| error.to_string());
         let explanation = match explained.load(Ordering::Relaxed) {
             0 => None,
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
@@ -199,8 +202,9 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
     }
 }
 
-fn moments(path: &Path, since: Duration) -> Moments {
-    history::read(path, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(path)))
+fn moments(named: Option<&Path>, status: Option<&Status>, since: Duration) -> Moments {
+    let file = history_file(named, status);
+    history::read(file, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(file)))
 }
 
 /// Adds to an error that we can't read the history either.
@@ -212,7 +216,7 @@ fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
 fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
     let since = args.since.unwrap_or(SINCE_PAGE);
     let found = ask::<Status>(&Request::Status);
-    let moments = moments(&args.history, since);
+    let moments = moments(args.history.as_deref(), found.as_ref().ok(), since);
     let status = match (found, &moments) {
         (Ok(status), _) => Some(status),
         (Err(_), Ok(moments)) if !moments.is_empty() => None,

@@ -286,7 +286,7 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
     let unmerged = style::count(done, target, targets);
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
     if summary.given_back_bytes > 0 {
-        text.line(style.dim("That's more than was saved: the copy that was kept of each page counts, too."));
+        text.line(style.dim("If a page has no sharers any more, the copy that was kept counts, too."));
     }
     for process in &summary.processes {
         // Xen guests have no marks, so look at both figures.

@@ -171,7 +171,8 @@ pub fn explain(error: &ScopeError) -> Exit {
 }
 
 fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
-    if let Some(hint) = hint(error) {
+    let needs_root = !is_root && matches!(error, ScopeError::NoMatch(scope) if scope.contains("--exe "));
+    if let (Some(hint), false) = (hint(error), needs_root) {
         return Exit::new(exit::NO_SCOPE, format!("{error}; {hint}"));
     }
     let (code, advice) = match error {
@@ -197,7 +198,7 @@ fn explain_to(error: &ScopeError, is_root: bool) -> Exit {
             Some(name) if is_unit(name) => {
                 return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
             }
-            _ if scope.contains("--exe ") && !is_root => {
+            _ if needs_root => {
                 (exit::NOT_PERMITTED, "run as root: only root sees which programs other users' processes run")
             }
             // The cgroup exists, or we'd have another error.
@@ -241,12 +242,14 @@ fn meant(kind: &str, name: &str) -> Option<String> {
     if (kind, name) == ("exe", "all") {
         return Some("all processes are --all".to_owned());
     }
-    let kinds = ["exe", "unit", "vm", "container", "pod"];
+    // Everybody can call a program by any name, so a program's isn't what was meant by another kind's.
+    let kinds = ["unit", "vm", "container", "pod"];
     if let Some(other) = kinds.into_iter().find(|&other| other != kind && running(other).contains(name)) {
         return Some(format!("try --{other} {name}"));
     }
-    match nearest(name, running(kind).iter().map(String::as_str), NAME_LETTERS)[..] {
-        [nearest] => Some(format!("did you mean --{kind} {nearest}?")),
+    let names = running(kind);
+    match nearest(name, names.iter().map(String::as_str), NAME_LETTERS)[..] {
+        [nearest] if nearest != name => Some(format!("did you mean --{kind} {nearest}?")),
         _ => None,
     }
 }

@@ -333,7 +333,7 @@ impl Scalar for Duration {
     fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
         // A flag's number is in seconds, as in sleep(1). In a file it may be meant in any unit.
         if matches!(source.given, Given::File(_)) && text.parse::<f64>().is_ok() {
-            return Err(format!("{text} has no unit; write \"{text}s\" if it is in seconds"));
+            return Err(format!("{text} has no unit; write \"{text}s\" for seconds, \"{text}ms\" for milliseconds"));
         }
         source.allowed.number(text).map(Self::from_nanos)
     }

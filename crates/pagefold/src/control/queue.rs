@@ -24,6 +24,7 @@ use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -124,6 +125,8 @@ pub struct RunFacts {
     pub selectors: Arc<[Selector]>,
     /// Whether the run marks nothing, and only finds out which memory it would mark.
     pub dry_run: bool,
+    /// The file to which the run writes its history.
+    pub history: Option<PathBuf>,
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
@@ -140,6 +143,7 @@ impl RunFacts {
             scope: String::new(),
             selectors: Arc::default(),
             dry_run,
+            history: None,
             config: config.clone(),
             stood_down: None,
             audit_lost: 0,

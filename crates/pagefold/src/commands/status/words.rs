@@ -209,8 +209,7 @@ fn domains(status: &Status) -> Option<String> {
 
 fn headline(status: &Status) -> String {
     let whole = status.memory.unmerged_bytes;
-    let looked_at = status.programs.processes.iter().filter(|row| row.regions > 0 || row.left_alone.is_none()).count();
-    let of = format!("{} in {}", human(whole), status.count(looked_at));
+    let of = format!("{} in {}", human(whole), status.count(status.programs.looked_at()));
     if status.run.dry_run {
         let expected = human(status.expected_bytes());
         if status.run.mechanism == Mechanism::Request {

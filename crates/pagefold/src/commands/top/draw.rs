@@ -10,7 +10,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
 use pagefold_text::figures::{time, wrap};
-use pagefold_text::style::{bar, count, human, percent, shorten};
+use pagefold_text::style::{bar, human, percent, shorten};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -150,7 +150,7 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     let name = if status.run.dry_run { "Found" } else { "Saved" };
     let whole_bytes = status.memory.unmerged_bytes;
     let whole = human(whole_bytes);
-    let of = format!("{whole} in {}", count(status.programs.processes.len(), "process", "processes"));
+    let of = format!("{whole} in {}", status.count(status.programs.looked_at()));
     let result = status.result_bytes();
     let share = result.unwrap_or(0) as f64 / whole_bytes.max(1) as f64;
     let saved = match result {

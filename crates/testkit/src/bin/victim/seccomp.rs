@@ -1,5 +1,39 @@
 //! Modes under seccomp.
 
+use crate::checks::{TRAPPED, handle, signals, signals_back, trapped};
+use crate::states::command;
+use std::sync::atomic::Ordering;
+
+pub fn strict() -> Result<(), String> {
+    be_strict();
+    command()?;
+    // Strict mode permits only read, write, exit and sigreturn: printing is a write.
+    unsafe { libc::write(1, b"ok\n".as_ptr().cast(), 3) };
+    unsafe { libc::madvise(std::ptr::null_mut(), 0, 0) };
+    unsafe { libc::write(1, b"bad: unfiltered\n".as_ptr().cast(), 16) };
+    Ok(())
+}
+
+/// Runs under a filter that answers madvise with `action`.
+pub fn filtered(action: u32) -> Result<(), String> {
+    handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
+    let before = signals();
+    filter_madvise(action)?;
+    println!("filtered");
+    command()?;
+    signals_back(&before)?;
+    if TRAPPED.load(Ordering::Relaxed) != 0 {
+        return Err("the filter applied to the injected call".into());
+    }
+    if action == libc::SECCOMP_RET_KILL_PROCESS {
+        println!("ok");
+    }
+    let own = unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
+    handle(libc::SIGSYS, libc::SIG_DFL, 0);
+    let back = if action == libc::SECCOMP_RET_TRAP { TRAPPED.load(Ordering::Relaxed) == 1 } else { own == -1 };
+    if back { Ok(()) } else { Err("the filter is gone".into()) }
+}
+
 /// Installs a filter that answers one call with `action` and allows all others.
 pub fn filter(nr: i64, action: u32) -> bool {
     const NEW_LISTENER: u64 = 1 << 3;
