@@ -57,7 +57,8 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     assert!(left_out(&scan, stranger.pid()).as_str().unwrap().contains(reason), "{scan}");
 
     assert_fails(&["scan", "pf-upgradde"], 5, "; did you mean --exe pf-upgraded?");
-    assert_fails(&["run", "--dry-run", "--unit", "pf-upgraded"], 5, "; try --exe pf-upgraded");
+    // Anybody can call a program so.
+    assert_fails(&["run", "--dry-run", "--unit", "pf-upgraded"], 5, "; check the spelling");
     for command in ["scan", "run"] {
         assert_fails(
             &[command, "pf-upgraded", "no-such-program-here"],
