@@ -97,6 +97,16 @@ pub struct Part {
     doubtful: f64,
 }
 
+impl Part {
+    fn add(&mut self, saved: f64, loss: f64, is_doubtful: bool) {
+        self.saved += saved;
+        self.loss += loss;
+        if is_doubtful {
+            self.doubtful += loss;
+        }
+    }
+}
+
 impl Saving {
     pub fn of(&self, owner: OwnerKey) -> Pages {
         Pages(whole(self.part(owner).saved.round()))
@@ -104,6 +114,10 @@ impl Saving {
 
     pub fn zeros_of(&self, owner: OwnerKey) -> Pages {
         Pages(whole(self.part(owner).zeros.round()))
+    }
+
+    fn part_mut(&mut self, owner: OwnerKey) -> &mut Part {
+        self.parts.entry(owner).or_default()
     }
 
     fn part(&self, owner: OwnerKey) -> Part {
@@ -338,13 +352,9 @@ impl SavingCounter {
             saved += part;
             returns += weight * (1.0 - held);
             merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
-            let of_owner = saving.parts.entry(region.view.owner).or_default();
-            of_owner.saved += part;
             let is_lost = if family.all > 1.0 { region.usage.own.contains(sample.page) } else { sample.mappers > 1 };
-            if is_lost {
-                of_owner.loss += weight;
-                of_owner.doubtful += if sample.mappers < FEW_SHARERS { weight } else { 0.0 };
-            }
+            let loss = if is_lost { weight } else { 0.0 };
+            saving.part_mut(region.view.owner).add(part, loss, sample.mappers < FEW_SHARERS);
         }
         let zeros = zeros_of(table, counted, weight);
         let mut families: FxHashMap<LineageKey, Zeros> = FxHashMap::default();
@@ -361,11 +371,9 @@ impl SavingCounter {
             saved += part;
             returns += zeros.most();
             merged_pages += zeros.most();
-            let of_owner = saving.parts.entry(owner).or_default();
-            of_owner.saved += part;
+            let of_owner = saving.part_mut(owner);
+            of_owner.add(part, part, family.sum > zeros.most());
             of_owner.zeros = zeros.most();
-            of_owner.loss += part;
-            of_owner.doubtful += if family.sum > zeros.most() { part } else { 0.0 };
         }
         saving.merged = Pages(whole(merged_pages));
         saving.saved = Pages(whole(saved.round()));

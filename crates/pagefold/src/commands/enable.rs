@@ -78,7 +78,8 @@ impl EnableArgs {
     fn is_file(&self, file: &Path) -> bool {
         let place =
             |file: &Path| Some((absolute(file).ok()?.parent()?.canonicalize().ok()?, file.file_name()?.to_owned()));
-        file == self.config || place(file).is_some_and(|found| place(&self.config) == Some(found))
+        let found = place(file);
+        file == self.config || found.is_some() && found == place(&self.config)
     }
 
     /// ` --config FILE` with a leading space, or nothing if it's the default file.

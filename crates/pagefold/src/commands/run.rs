@@ -73,8 +73,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
     }
     let mut facts = RunFacts::new(args.dry_run, &settings.scope, &config);
-    if let Some(history) = settings.history.as_ref().filter(|_| !args.dry_run) {
-        facts.history = Some(absolute(history).unwrap_or_else(|_| history.clone()));
+    if let (Some(history), false) = (&settings.history, args.dry_run) {
+        facts.history = absolute(history).ok();
     }
     let host = host(&settings, &config, ksm, mode, device, outputs.signals.woken.clone(), kept_out)?;
     let mut daemon = Daemon::new(outputs, facts, host);
