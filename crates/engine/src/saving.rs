@@ -25,7 +25,7 @@
 //! Up to [`PAGES_MOST`] present pages, we look up every page that may be merged. With more, we look up runs of pages at
 //! regular distances, at the same addresses in every process, so that we compare relatives.
 
-use crate::host::{Counted, MergedSample, PageRun, PageState};
+use crate::host::{ChangeResult, Counted, Marking, MergedSample, PageRun, PageState};
 use crate::keys::{LineageKey, OwnerKey};
 use crate::region::Region;
 use crate::region::table::RegionTable;
@@ -136,6 +136,16 @@ impl Saving {
     }
 }
 
+/// What has ended since the last count.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ended {
+    /// How many pages' saving has certainly ended, and of how many more we can't tell.
+    pages: f64,
+    doubtful: f64,
+    /// How many processes have ended or left the scope.
+    processes: u32,
+}
+
 /// Counts the saving now and then.
 #[derive(Debug, Default)]
 pub struct SavingCounter {
@@ -148,11 +158,7 @@ pub struct SavingCounter {
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
     has_changed: bool,
-    /// How many pages' saving has ended since the last count, and of how many more we can't tell.
-    ended: f64,
-    doubtful: f64,
-    /// How many processes have ended or left the scope since the last count.
-    gone: u32,
+    ended: Ended,
     /// How many pages this cycle's plan looks up, if it counts the saving.
     asking: Option<u64>,
     one_in: u64,
@@ -173,7 +179,7 @@ impl SavingCounter {
     pub fn known(&self, machine: Pages) -> Option<&Saving> {
         let saving = self.latest()?;
         let has_merged = machine.0 > saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED;
-        if has_merged || self.is_much(self.doubtful) {
+        if has_merged || self.is_much(self.ended.doubtful) {
             return None;
         }
         Some(saving)
@@ -189,21 +195,26 @@ impl SavingCounter {
         if let Some(saving) = &mut self.latest {
             for &owner in owners {
                 let Some(part) = saving.forget(owner) else { continue };
-                self.gone += 1;
-                self.ended += part.loss;
+                self.ended.processes += 1;
+                self.ended.pages += part.loss;
                 // The first one's loss is certain. The others' partners may have gone before them.
-                if self.gone >= FEW_SHARERS {
-                    self.doubtful += part.loss;
-                } else if self.gone > 1 {
-                    self.doubtful += part.doubtful;
+                if self.ended.processes >= FEW_SHARERS {
+                    self.ended.doubtful += part.loss;
+                } else if self.ended.processes > 1 {
+                    self.ended.doubtful += part.doubtful;
                 }
             }
         }
     }
 
-    /// This much memory was unmarked, and may have been merged.
-    pub fn note_unmarked(&mut self, pages: Pages) {
-        self.doubtful += pages.0 as f64;
+    /// Notes memory that was unmarked, and may have been merged.
+    pub fn note_unmarked(&mut self, table: &RegionTable, results: &[ChangeResult]) {
+        for result in results {
+            let Marking::Done(pages) = result.marking else { continue };
+            let span = result.change.span;
+            let merged = table.at(span.region, span.first).map_or(pages, Region::merged_at_most);
+            self.ended.doubtful += pages.min(merged).0 as f64;
+        }
     }
 
     /// Whether this cycle's plan counts the saving.
@@ -226,9 +237,7 @@ impl SavingCounter {
 
     fn adopt(&mut self, saving: Saving) {
         self.latest = Some(saving);
-        self.ended = 0.0;
-        self.doubtful = 0.0;
-        self.gone = 0;
+        self.ended = Ended::default();
     }
 
     /// Makes the next plan count the saving, whatever else goes on.
@@ -255,7 +264,7 @@ impl SavingCounter {
         } else {
             (4 * self.pause_ns).min(PAUSE_MOST_NS)
         };
-        let pause_ns = if self.is_much(self.ended + self.doubtful) {
+        let pause_ns = if self.is_much(self.ended.pages + self.ended.doubtful) {
             (self.pause_ns / EARLY_SHARES).max(PAUSE_NS)
         } else if reading {
             pause_ns.max(READING_PAUSE_NS)

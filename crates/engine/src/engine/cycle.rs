@@ -8,7 +8,7 @@
 
 use super::Engine;
 use crate::governor::{Governor, share_ns};
-use crate::host::{Actions, Counted, Host, Marking, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use crate::host::{Actions, Counted, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
 use crate::keys::RegionKey;
 use crate::region::{Event, Region};
 use crate::sampling::ladder::ReadPlan;
@@ -141,13 +141,7 @@ impl Engine {
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         let now_ns = self.snapshot.now_ns;
         self.ledger.record(actions, outcome);
-        for result in &outcome.unmarked {
-            if let Marking::Done(pages) = result.marking {
-                let span = result.change.span;
-                let merged = self.table.at(span.region, span.first).map_or(pages, Region::merged_at_most);
-                self.saving.note_unmarked(pages.min(merged));
-            }
-        }
+        self.saving.note_unmarked(&self.table, &outcome.unmarked);
         self.spending.changed_targets |= actions.change_targets();
         self.account_for_pairs(outcome);
         self.placer.record_moved(outcome.moved);

@@ -43,8 +43,8 @@ const COLUMNS: &str = "time,pid,dry_run,saved_bytes,expected_bytes,marked_bytes,
     pagefold_cpu_seconds,ksmd_cpu_seconds";
 
 pub fn run(args: &HistoryArgs) -> Result<u8> {
-    let status = ask::<Status>(&Request::Status);
-    let file = history_file(args.history.as_deref(), status.as_ref().ok());
+    let status = if args.history.is_none() { ask(&Request::Status).ok() } else { None };
+    let file = history_file(args.history.as_deref(), status.as_ref());
     let moments = history::read(file, args.since, history::now()).map_err(|error| {
         let line = format!("cannot read the history {}: {error}", ownership::shown(file));
         match error.kind() {

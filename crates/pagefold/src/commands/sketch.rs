@@ -14,7 +14,7 @@ use anyhow::Result;
 use pagefold_engine::host::Host;
 use pagefold_engine::limits::Limits;
 use pagefold_host::live::{HostMode, LiveHost};
-use pagefold_host::scope::resolve;
+use pagefold_host::scope::{resolve, resolve_each};
 use pagefold_host::targets::Target;
 use pagefold_procmem::Roots;
 use pagefold_sketch::Row;
@@ -106,13 +106,10 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     fleet.host = args.host.clone().or(fleet.host);
     let fleet = fleet.fleet()?;
     let place = place(&args.output)?;
-    if args.scope == ScopeArgs::default() {
-        // A file may name programs that start later.
-        resolve(&settings.scope.spec(), &Roots::default()).map_err(|error| explain(&error))?;
-    } else {
-        args.scope.resolve()?;
-    }
     let scope = settings.scope.spec();
+    // A file may name programs that start later.
+    let resolve = if args.scope == ScopeArgs::default() { resolve } else { resolve_each };
+    resolve(&scope, &Roots::default()).map_err(|error| explain(&error))?;
     let ksm = preflight::ksm()?;
     let mut host = LiveHost::new(scope, Roots::default(), settings.deny, ksm, HostMode::DryRun, stop.clone())
         .map_err(|error| LiveHost::explain(&error))?;
