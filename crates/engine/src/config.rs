@@ -146,7 +146,7 @@ impl Config {
 
     /// The duplicate ratio at which we promote a region.
     pub fn threshold(&self) -> Permyriad {
-        if self.mechanism.carrier().by_marks {
+        if self.mechanism.by_marks() {
             self.duplicate_threshold
         } else {
             self.request_threshold.min(self.duplicate_threshold)

@@ -19,7 +19,6 @@ mod unmerged;
 
 pub use cycle::{Cycle, count_saving, cycle};
 
-use crate::carrier::Carrier;
 use crate::config::Config;
 use crate::decision::DecisionLog;
 use crate::governor::{Governor, Pace};
@@ -131,7 +130,7 @@ impl Engine {
     /// which we don't save, so the next run judges all regions from scratch.
     pub fn learned(&self) -> Learned {
         let mut regions = Vec::new();
-        if self.carrier().by_marks {
+        if self.by_marks() {
             let now_ns = self.snapshot.now_ns;
             let is_busy = self.ksmd.scheduler.is_busy();
             let waits = self.ksmd.marker.has_thin_waiting();
@@ -147,7 +146,7 @@ impl Engine {
     pub fn adopt(&mut self, learned: Learned) {
         if learned.mechanism == self.config.mechanism && learned.only == self.config.only {
             self.experience.lifetimes.adopt(&learned.families);
-            let regions = if self.carrier().by_marks { learned.regions } else { Vec::new() };
+            let regions = if self.by_marks() { learned.regions } else { Vec::new() };
             self.experience.verdicts = Verdicts::new(regions);
         }
     }
@@ -178,7 +177,7 @@ impl Engine {
     pub fn returns_at_worst(&self) -> Pages {
         let of_machine = self.snapshot.ksm.saved();
         match self.saving.latest() {
-            Some(saving) if self.carrier().by_marks => saving.returns_at_worst.max(of_machine),
+            Some(saving) if self.by_marks() => saving.returns_at_worst.max(of_machine),
             Some(saving) => saving.returns_at_worst,
             None => of_machine,
         }
@@ -268,8 +267,8 @@ impl Engine {
         self.config.pace(self.spending.governor)
     }
 
-    fn carrier(&self) -> &'static Carrier {
-        self.config.mechanism.carrier()
+    fn by_marks(&self) -> bool {
+        self.config.mechanism.by_marks()
     }
 
     fn planner(&self) -> &'static dyn Planner {

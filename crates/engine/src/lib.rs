@@ -27,7 +27,7 @@
 //! | What have we done and spent? | [`ledger`]; lengths of stops: [`stops`] |
 //! | What happens to a region next, and why? | [`decision`] |
 //! | Which figures do we show to people? | [`state`] |
-//! | How do merging by ksmd and merging on request differ? | `carrier`; each has a planner in [`engine`] |
+//! | How do merging by ksmd and merging on request differ? | `mechanism`; each has a planner in [`engine`] |
 //! | What can users set, and in which range? | [`config`], [`range`] |
 //!
 //! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of
@@ -35,7 +35,6 @@
 //! governor and the configuration, the index, regions, the modules that decide, and the engine on top.
 #![forbid(unsafe_code)]
 
-mod carrier;
 pub mod config;
 pub mod decision;
 pub mod engine;
@@ -50,6 +49,7 @@ pub mod learned;
 pub mod ledger;
 pub mod limits;
 pub mod marking;
+mod mechanism;
 pub mod merging;
 mod names;
 pub mod permutation;

@@ -190,7 +190,7 @@ impl Region {
     /// The share of duplicates in the extents that we didn't mark because they weren't worth it: 0 to 1. It's 0 on
     /// request, which needs no marks, and in a region that we left alone, which may have changed since.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
-        if !mechanism.carrier().by_marks || self.hold.reason().is_some() {
+        if !mechanism.by_marks() || self.hold.reason().is_some() {
             return 0.0;
         }
         if let Some(share) = self.life.adopted() {

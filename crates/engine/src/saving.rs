@@ -190,7 +190,7 @@ impl SavingCounter {
         pages > ENDED_MIN.max(saved.0 as f64 / ENDED_PART)
     }
 
-    /// Takes processes that have ended or left the scope out of the latest count.
+    /// Removes processes that have ended or left the scope from the latest count.
     pub fn forget(&mut self, owners: &FxHashSet<OwnerKey>) {
         if let Some(saving) = &mut self.latest {
             for &owner in owners {

@@ -248,7 +248,7 @@ impl RegionState {
             resident_bytes,
             unmerged_bytes: 0,
             marked_bytes: self.marked.bytes().0,
-            expected_bytes: if mechanism.carrier().by_marks {
+            expected_bytes: if mechanism.by_marks() {
                 self.expected.bytes().0
             } else {
                 whole(resident_bytes as f64 * self.duplicate_ratio)

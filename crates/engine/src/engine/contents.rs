@@ -59,7 +59,7 @@ impl Engine {
     /// Whether we may have the kernel hash only a part of each page: on request, it compares whole pages before it
     /// merges them.
     pub(super) fn hashes_lines(&self) -> bool {
-        self.snapshot.hashes_lines && !self.carrier().by_marks
+        self.snapshot.hashes_lines && !self.by_marks()
     }
 
     /// How many cache lines to hash of each page; `None` means whole pages. If we merge nothing, we also hash whole

@@ -291,7 +291,7 @@ impl Engine {
         for region in self.table.iter_mut() {
             region.survey.record_planned(!unread.contains(&region.view.key));
         }
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {
             let Some(region) = self.table.get_mut(slot) else { continue };
             if unread.contains(&region.view.key) {

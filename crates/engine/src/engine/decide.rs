@@ -145,7 +145,7 @@ impl Engine {
         if region.life.level() > 1 && !region.marks.spans.is_empty() && self.is_merging() {
             return Decision::new(Verb::Merge, Reason::Duplicate);
         }
-        if self.carrier().by_marks {
+        if self.by_marks() {
             let marker = &self.ksmd.marker;
             if let Some(until_ns) = marker.awaits_newcomers_until_ns(region, now_ns, self.pace(), &self.config) {
                 return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
@@ -163,7 +163,7 @@ impl Engine {
         let reason = match evidence.kind {
             Kind::CowBroken => Reason::Volatile,
             Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,
-            Kind::StaticallyDuplicated if evidence.exact && !self.carrier().by_marks => Reason::Done,
+            Kind::StaticallyDuplicated if evidence.exact && !self.by_marks() => Reason::Done,
             Kind::StaticallyDuplicated if self.is_merged(region) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,

@@ -245,7 +245,7 @@ impl Engine {
     /// request, marks relatives of marked regions, because a relative may have been forked just before we marked its
     /// parent.
     pub(super) fn follow_relatives(&mut self) {
-        if !self.carrier().by_marks {
+        if !self.by_marks() {
             self.mark_relatives();
             return;
         }

@@ -60,7 +60,8 @@ impl Default for KinRecord {
 }
 
 impl KinRecord {
-    /// Records what became of pages that we've taken from the credit.
+    /// Settles pages that we took from the credit: merged ones earn a third more than they cost, pages that the kernel
+    /// didn't compare are refunded, and pages that differ are lost.
     fn record(&mut self, merging: Merging, pages: u64) {
         let back = match merging {
             Merging::Merged | Merging::Shared => pages + pages / 3,

@@ -8,7 +8,7 @@ use crate::host::{Actions, Mechanism, PageSample};
 use crate::region::Region;
 use crate::units::Pages;
 
-/// Plans how equal pages get merged. Its constants are in [`crate::carrier`].
+/// Plans how equal pages get merged: by ksmd or on request. The constants of both are in [`crate::mechanism`].
 pub(super) trait Planner {
     /// Records a page that we've read, merged or private. `duplicate` means that other pages have its content. Returns
     /// whether merging the page would save memory.

@@ -59,7 +59,7 @@ impl Engine {
         let inherited_in =
             |region: &Region| if self.is_only_young_child(region, FORK_NS) { mergeable_in(region) } else { Pages(0) };
         let inherited = by_owner(&self.table, limits, inherited_in);
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         self.room.headroom.set_by_marks(by_marks && self.snapshot.ksm.merged() > Pages(0));
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable, &inherited);
         if by_marks {
@@ -68,7 +68,7 @@ impl Engine {
         self.look_for_relief();
         let mut is_merging = self.judge_full_again();
         is_merging |= self.ksmd.scheduler.is_busy() || self.table.iter().any(|region| region.life.is_worth_marking());
-        if !is_merging && self.carrier().by_marks {
+        if !is_merging && self.by_marks() {
             self.room.headroom.lend(true);
             let is_wanted = self.judge_full_again();
             self.room.headroom.lend(is_wanted);
@@ -143,7 +143,7 @@ impl Engine {
         let keep = self.config.reserve.keep;
         let spare = self.room.reserve.spare(memory);
         let budget = CopyBudget { spare, limits, taken: FxHashMap::default() };
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         let memory = Charged { table: &self.table, waiting: &self.ksmd.marker.unmarking.waiting(), by_marks };
         let relieved = self.room.relief.record(memory, merged, budget, keep, *now_ns);
         if let Some(Kept { limit, pages, is_too_large }) = self.room.relief.take_kept() {

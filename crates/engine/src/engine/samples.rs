@@ -40,7 +40,7 @@ impl Engine {
     }
 
     fn record_sample(&mut self, slot: u32, sample: &PageSample) {
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         let Some(region) = self.table.get_mut(slot) else { return };
         let examined = region.life.is_reading();
         region.life.advance(Event::ReadTo(sample.page + 1));
@@ -90,7 +90,7 @@ impl Engine {
             return;
         }
         let now_ns = self.snapshot.now_ns;
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         let idle_ns = if by_marks { self.ksmd.scheduler.idle_ns(now_ns) } else { 0 };
         let Some(region) = self.table.get_mut(slot) else { return };
         let matters = if by_marks { region.marks.contains(page) } else { region.usage.written.contains(page) };
@@ -141,7 +141,7 @@ impl Engine {
         let zero = sample.digest == Digest::ZERO;
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let duplicate = self.planner().record_page(self, slot, sample, zero || seen != Occurrences::None);
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         let Some(region) = self.table.get(slot) else { return 0 };
         let is_kept = self.contents.index.keeps(sample.digest.in_domain(region.view.domain));
         let shows_kin = !by_marks && !zero && is_kept && region.life.is_surveyed();
@@ -215,7 +215,7 @@ impl Engine {
     /// Counts that page.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
-        let by_marks = self.carrier().by_marks;
+        let by_marks = self.by_marks();
         let stands_for = self.contents.index.stands_for();
         let Some(region) = self.table.get_mut(first.slot) else { return };
         let page = region.page_at(first.offset);

@@ -51,7 +51,7 @@ pub(super) fn state(engine: &Engine) -> State {
         all.unmerged_bytes += total.memory.unmerged_bytes;
     }
     let others: Pages = regions.iter().map(|region| region.other).sum();
-    let merges_zeros = engine.config.only == Only::Zeros && engine.carrier().by_marks;
+    let merges_zeros = engine.config.only == Only::Zeros && engine.by_marks();
     State {
         now_ns: ledger.now_ns,
         activity: activity(engine, &totals),
@@ -65,7 +65,7 @@ pub(super) fn state(engine: &Engine) -> State {
         reserve: reserve(engine, &regions),
         incidents: Incidents { splits: ledger.splits, collapsed: ledger.collapsed, refused_spans: ledger.refused },
         work: work(engine),
-        requests: (!engine.carrier().by_marks).then_some(ledger.requests),
+        requests: (!engine.by_marks()).then_some(ledger.requests),
         placement: engine.placer.summary().cloned(),
         moves: MoveTotals {
             moved_pages: ledger.moved.0,
@@ -110,7 +110,7 @@ fn done_in(engine: &Engine, totals: &RegionTotals) -> Option<f64> {
     let of_verb = |verb| totals.of_verb(verb).map_or(Pages(0), |total| total.resident);
     let unread = of_verb(Verb::Read);
     let mut work_ns = unread.0 * engine.ladder.run_page_ns();
-    if engine.carrier().by_marks {
+    if engine.by_marks() {
         // We assume that we'll mark all that we're reading.
         let marked = marked_resident(&engine.table);
         let all: Pages = engine.table.iter().map(|region| region.view.resident).sum();

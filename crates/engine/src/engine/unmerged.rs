@@ -66,7 +66,7 @@ impl Engine {
     pub(super) fn find_unmerged(&mut self, merged: &[MergedSample], counted: Option<&Counted>) {
         let now_ns = self.snapshot.now_ns;
         let has_rested = self.ksmd.scheduler.idle_ns(now_ns) >= RESTED_NS && self.scans() > 0;
-        if !has_rested || !self.carrier().by_marks {
+        if !has_rested || !self.by_marks() {
             return;
         }
         let Some(counted) = counted else { return };

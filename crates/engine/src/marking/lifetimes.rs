@@ -85,7 +85,7 @@ impl Lifetimes {
     /// oldest living region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
         let record = self.families.get(&family)?;
-        let worth_ns = mechanism.carrier().worth_ns;
+        let worth_ns = mechanism.worth_ns();
         let mut lives = record.ended.clone();
         lives.extend(record.living.filter(|&age| age >= worth_ns));
         lives.sort_unstable();

@@ -237,7 +237,7 @@ impl Marker {
         if !config.filters_cow_breaks() {
             return;
         }
-        let by_marks = config.mechanism.carrier().by_marks;
+        let by_marks = config.mechanism.by_marks();
         let waiting = self.unmarking.waiting();
         let mut parts_of = parts_by_owner(table);
         for region in table.iter_mut() {

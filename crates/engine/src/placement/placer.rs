@@ -182,7 +182,7 @@ impl Placer {
         (self.summary, moves) = decide(&inventory, &snapshot.owners, &self.private, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < inventory.len();
         let inspect_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
-        self.least_ns = PAUSE_NS.max(snapshot.mechanism.carrier().inspection_pause * inspect_ns);
+        self.least_ns = PAUSE_NS.max(snapshot.mechanism.inspection_pause() * inspect_ns);
         let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
         self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;

@@ -38,7 +38,7 @@ impl Age {
         matches!(self, Self::Young { .. })
     }
 
-    /// The region is old enough to be sampled.
+    /// Notes that a young region is now old enough to be sampled.
     pub fn grow(&mut self) {
         if let Self::Young { worth_from_ns } = *self {
             *self = Self::Grown { worth_from_ns };

@@ -413,7 +413,7 @@ fn sample(
             continue;
         }
         let is_early = matches!(region.age, Age::New | LONG_LIVED) && region.survey.visited() == 0;
-        let most = if is_early && !config.mechanism.carrier().by_marks { EARLY_SAMPLES } else { u64::MAX };
+        let most = if is_early && !config.mechanism.by_marks() { EARLY_SAMPLES } else { u64::MAX };
         let target = wanted(region, evidence, config).min(most);
         // If little of a region is resident, most pages we visit are absent, and cost little. So we visit more.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
@@ -486,7 +486,7 @@ fn is_watched(region: &Region, config: &Config) -> bool {
 /// duplicates keep appearing. With ksmd that's not needed, because ksmd finds new duplicates in marked memory by
 /// itself.
 fn room_taken(region: &Region, config: &Config) -> u64 {
-    let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
+    let weight = if config.mechanism.by_marks() { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight
 }
 

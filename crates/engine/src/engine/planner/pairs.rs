@@ -157,7 +157,7 @@ impl Engine {
     /// Whether a region may have merged pages that nobody else maps any more but that are still charged to another
     /// cgroup.
     pub(in crate::engine) fn may_be_charged_elsewhere(&self, region: &Region) -> bool {
-        let on_request = !self.carrier().by_marks;
+        let on_request = !self.by_marks();
         let has_merged = region.usage.readings_due > 0 || !region.usage.merged.is_empty();
         on_request && has_merged && self.room.headroom.is_limited(region.view.owner)
     }
