@@ -80,20 +80,8 @@ pub enum Exclusion {
     Restless,
     /// Shared memory or a shared file mapping.
     Shared,
-    /// VM_PFNMAP: device memory without page structures.
-    PfnMap,
-    /// VM_IO: a device's registers.
-    Io,
-    /// VM_DONTEXPAND: a driver's mapping.
-    DontExpand,
-    /// Hugetlb pages.
-    HugeTlb,
-    /// VM_MIXEDMAP: a driver's mapping, which may have pages without page structures.
-    MixedMap,
-    /// VM_DROPPABLE: contents that the kernel may drop (the vDSO's random state).
-    Droppable,
-    /// File on persistent memory, mapped synchronously.
-    Dax,
+    /// Another kind of mapping that KSM never merges.
+    Unmergeable(&'static str),
     ShadowStack,
     /// Provided by the kernel: `[vdso]`, `[vvar]`, `[vsyscall]`.
     Special,
@@ -114,18 +102,7 @@ pub enum Exclusion {
 impl Exclusion {
     /// Whether KSM can't merge such memory, whoever asks.
     pub fn is_out_of_reach(&self) -> bool {
-        matches!(
-            self,
-            Self::Shared
-                | Self::PfnMap
-                | Self::Io
-                | Self::DontExpand
-                | Self::HugeTlb
-                | Self::MixedMap
-                | Self::Droppable
-                | Self::Dax
-                | Self::Pinned
-        )
+        matches!(self, Self::Shared | Self::Unmergeable(_) | Self::Pinned)
     }
 
     /// Whether earlier marks must go, so that KSM can't merge the memory any more. With other reasons we just don't
@@ -201,13 +178,7 @@ impl fmt::Display for Exclusion {
             Self::SameMemory { with } => return write!(f, "its memory is that of process {with}, and counted there"),
             Self::Restless => "maps and unmaps memory all the time and would be slowed down",
             Self::Shared => "shared mapping, which KSM never merges",
-            Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
-            Self::Io => "device registers (VM_IO), which KSM never merges",
-            Self::DontExpand => "driver mapping (VM_DONTEXPAND), which KSM never merges",
-            Self::HugeTlb => "hugetlb pages, which KSM never merges",
-            Self::MixedMap => "driver mapping (VM_MIXEDMAP), which KSM never merges",
-            Self::Droppable => "droppable memory, which KSM never merges",
-            Self::Dax => "file on persistent memory, which KSM never merges",
+            Self::Unmergeable(kind) => return write!(f, "{kind}, which KSM never merges"),
             Self::ShadowStack => "shadow stack",
             Self::Special => "provided by the kernel",
             Self::DontDump => "kept out of core dumps (MADV_DONTDUMP): may hold secrets",
@@ -339,22 +310,22 @@ pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
     vma_exclusion(detail).filter(Exclusion::withdraws_marks)
 }
 
-/// Why we must leave a mapping alone, if we must. First come the mappings that KSM never merges (`vma_ksm_compatible`
-/// in the kernel's mm/ksm.c), a device's before others, then the ones that we shouldn't merge.
+/// Why we must leave a mapping alone, if we must. We check first what KSM can't merge (`vma_ksm_compatible` in the
+/// kernel's mm/ksm.c), device memory before the rest, and then what we shouldn't merge.
 ///
-/// smaps shows persistent memory only if it's mapped synchronously. Otherwise marking has no effect, and afterwards the
-/// `mg` flag is missing.
+/// smaps shows DAX only for mappings with MAP_SYNC. For other DAX mappings MADV_MERGEABLE succeeds without effect, and
+/// the `mg` flag doesn't appear.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
     static RULES: [(&[u8; 2], Exclusion); 14] = [
-        (b"pf", Exclusion::PfnMap),
-        (b"io", Exclusion::Io),
-        (b"ht", Exclusion::HugeTlb),
-        (b"mm", Exclusion::MixedMap),
+        (b"pf", Exclusion::Unmergeable("device memory (VM_PFNMAP)")),
+        (b"io", Exclusion::Unmergeable("device registers (VM_IO)")),
+        (b"ht", Exclusion::Unmergeable("hugetlb pages")),
+        (b"mm", Exclusion::Unmergeable("driver mapping (VM_MIXEDMAP)")),
         (b"sh", Exclusion::Shared),
         (b"ms", Exclusion::Shared),
-        (b"de", Exclusion::DontExpand),
-        (b"dp", Exclusion::Droppable),
-        (b"sf", Exclusion::Dax),
+        (b"de", Exclusion::Unmergeable("driver mapping (VM_DONTEXPAND)")),
+        (b"dp", Exclusion::Unmergeable("droppable memory")),
+        (b"sf", Exclusion::Unmergeable("file on persistent memory")),
         (b"ss", Exclusion::ShadowStack),
         (b"uw", Exclusion::UserFault),
         (b"um", Exclusion::UserFault),

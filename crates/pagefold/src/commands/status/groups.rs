@@ -119,13 +119,7 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::SameMemory { .. }
         // These concern a mapping, not a process.
         | Exclusion::Shared
-        | Exclusion::PfnMap
-        | Exclusion::Io
-        | Exclusion::DontExpand
-        | Exclusion::HugeTlb
-        | Exclusion::MixedMap
-        | Exclusion::Droppable
-        | Exclusion::Dax
+        | Exclusion::Unmergeable(_)
         | Exclusion::ShadowStack
         | Exclusion::Special
         | Exclusion::DontDump
