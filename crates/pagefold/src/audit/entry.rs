@@ -6,7 +6,7 @@ use pagefold_engine::units::{Bytes, Pages};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_inject::unmerge::UnmarkedMapping;
 use pagefold_text::figures::time;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "lowercase")]
@@ -96,8 +96,11 @@ impl Owner {
 pub struct Change {
     #[serde(flatten)]
     pub owner: Owner,
-    first: String,
-    last: String,
+    /// The first and the last byte.
+    #[serde(serialize_with = "hexadecimal")]
+    first: u64,
+    #[serde(serialize_with = "hexadecimal")]
+    last: u64,
     pub bytes: u64,
     pub why: Reason,
     #[serde(flatten)]
@@ -119,7 +122,7 @@ pub struct Changes {
 impl Changes {
     pub fn add(&mut self, change: Change) {
         match self.lines.get_mut(LINES_MOST) {
-            Some(rest) => rest.join(change),
+            Some(rest) => rest.join(&change),
             None => self.lines.push(change),
         }
     }
@@ -251,25 +254,23 @@ impl Change {
     }
 
     /// Adds another line's span and sums to this line.
-    fn join(&mut self, other: Self) {
+    fn join(&mut self, other: &Self) {
         self.spans = Some(self.spans.unwrap_or(1) + 1);
         self.bytes += other.bytes;
         self.outcome.done_bytes += other.outcome.done_bytes;
         if self.outcome.outcome != "done" && other.outcome.outcome != "refused" {
             self.outcome.outcome = other.outcome.outcome;
         }
-        // Of two hexadecimal numbers, the longer one is larger.
-        if (other.first.len(), &other.first) < (self.first.len(), &self.first) {
-            self.first = other.first;
-        }
-        if (other.last.len(), &other.last) > (self.last.len(), &self.last) {
-            self.last = other.last;
-        }
+        self.first = self.first.min(other.first);
+        self.last = self.last.max(other.last);
     }
 
     fn new(owner: Owner, start: u64, end: u64, why: Why, outcome: Outcome) -> Self {
-        let first = format!("{start:x}");
-        let last = format!("{:x}", end - 1);
-        Self { owner, first, last, bytes: end - start, why: why.into(), outcome, spans: None }
+        Self { owner, first: start, last: end - 1, bytes: end - start, why: why.into(), outcome, spans: None }
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn hexadecimal<S: Serializer>(address: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{address:x}"))
 }
