@@ -260,8 +260,8 @@ impl PlanReading {
         }
     }
 
-    /// Counts how many pages map each merged frame, and how many merged zeros each process has. `None` if we can't see
-    /// frames.
+    /// Counts how many pages map each merged frame, and how many pages of each process KSM has replaced by the zero
+    /// page. `None` if we can't see frames.
     fn count(&mut self, processes: &[CountedProcess], frames: &[u64]) -> Option<Counted> {
         if !self.reader.sees_frames() {
             return None;

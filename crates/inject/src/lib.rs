@@ -233,7 +233,7 @@ pub enum InjectError {
     #[error("process {pid} uses syscall user dispatch (as Wine does), which is not supported; exclude it")]
     Dispatched { pid: i32 },
     /// We found no `syscall` instruction in the process's readable code.
-    #[error("process {pid} has no usable syscall instruction; exclude it")]
+    #[error("found no syscall instruction in the code of process {pid}, so no call can be made in it; exclude it")]
     NoInstruction { pid: i32 },
     /// The thread faulted at the `syscall` instruction, which has disappeared since we found it.
     #[error(

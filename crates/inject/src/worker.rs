@@ -395,8 +395,8 @@ fn shield_process() {
         // SAFETY: ignoring a signal installs no handler.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
-    // SAFETY: no arguments. This leaves the terminal's process group, so that ctrl-C doesn't reach us. It only fails if
-    // we already lead a group of our own, and that is as good.
+    // SAFETY: no arguments. We leave the terminal's process group, so that ctrl-C doesn't reach us. This only fails if we
+    // already lead a group, which is just as good.
     unsafe { libc::setsid() };
     // The OOM killer mustn't choose us in the middle of a call. Without CAP_SYS_RESOURCE this fails, but a process as
     // small as this is an unlikely victim anyway.

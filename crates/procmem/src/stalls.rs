@@ -285,8 +285,9 @@ fn cgroup_share(text: &[u8]) -> Option<Share> {
     if is_root { None } else { Some(Share::Cgroup(hash.finish())) }
 }
 
-/// How many levels of a cgroup's path are usually made by root: slices and the unit or container in them, a container
-/// below its manager's name, or a container of a pod. A user has one slice for all sessions, and can begin many.
+/// How many levels of a cgroup's path only root usually creates: a slice and the unit or container in it, or in
+/// Kubernetes everything down to a pod's container. Below user.slice they're only two, because users can begin as many
+/// sessions as they like.
 fn roots_levels(line: &[u8]) -> usize {
     let mut names = line.split(|&byte| byte == b'/').skip(1);
     match names.clone().next() {

@@ -207,7 +207,7 @@ fn process_with_merged_pages() -> Option<String> {
     })
 }
 
-/// How many merged pages a process has, including the ones that a zero page replaces.
+/// How many merged pages a process has, including those that now map the zero page.
 pub fn merged_pages(pid: i32) -> u64 {
     let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
     fields::number(&text, "ksm_merging_pages").unwrap_or(0)

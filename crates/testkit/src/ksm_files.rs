@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// Writes KSM's files with the values after boot (6.18).
+/// Writes KSM's files with the values that Linux 6.18 has after boot.
 pub fn fresh(root: &Path) {
     std::fs::create_dir_all(root).unwrap();
     for (name, text) in [

@@ -36,7 +36,7 @@ fn pair(large: u64, unit: &str, small: u64, part: &str) -> String {
 /// The units that we print after a number.
 const UNITS: [&str; 12] = ["B", "KiB", "MiB", "GiB", "TiB", "%", "us", "ms", "s", "min", "h", "d"];
 
-/// The words of a text, with each number and its unit as one.
+/// Splits a text into words, but keeps a number and its unit together (`4 MiB`).
 fn words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

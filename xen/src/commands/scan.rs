@@ -48,7 +48,7 @@ pub struct ScanArgs {
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     json: bool,
-    /// Seed of the sample, to repeat a scan with the same pages [default: random]
+    /// Seed for choosing the pages; give it again to sample the same ones [default: random]
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
 }

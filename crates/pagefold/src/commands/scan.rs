@@ -74,7 +74,7 @@ pub struct ScanArgs {
     /// to standard output.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Seed of the sample, to repeat a scan with the same pages [default: random]
+    /// Seed for choosing the pages; give it again to sample the same ones [default: random]
     #[arg(long, value_name = "NUMBER", hide_short_help = true)]
     pub seed: Option<u64>,
 }

@@ -184,10 +184,10 @@ options! {
             = Duration::from_nanos(preset.limits.longest_stop_ns), "The longest time for which we stop a process";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
-            "Limits that a group of processes shares: a name; one of cgroup, user, exe, unit, vm, container and pod; \
-             and at least one of governor, samples-per-second and stops-per-second. The governor limits the CPU time \
-             for reading and judging the group's memory, but not ksmd's. A process belongs to the first group that \
-             matches it; the run's limits hold as well";
+            "Limits for a group of processes. Give a name, one selector (cgroup, user, exe, unit, vm, container or pod), \
+             and at least one limit (governor, samples-per-second or stops-per-second). The governor bounds pagefold's \
+             CPU time for the group, not ksmd's. A process is in the first group that matches; the run's own limits \
+             apply as well";
     }
     "domains" "Trust domains"
         "Memory is merged only within a trust domain, and ksmd merges only one domain. A process gets its domain \
@@ -249,7 +249,7 @@ options! {
         "Sketches (samples of keyed page digests) of each workload's memory, to compare the workloads of several \
          hosts. Dry runs ignore this section. See fleet/README.md." {
         "directory" "--sketches <DIRECTORY>" sketches: PathBuf, Any, "\"/var/lib/pagefold/sketches\"",
-            "Sketch each workload's memory, and write this host's sketches to HOST.parquet in this directory (schema \
+            "Write a sketch of each workload's memory to HOST.parquet in this directory, for pagefold-fleet (schema \
              pagefold.sketch/1)";
         "key" "--fleet-key <FILE>" fleet_key: PathBuf, Any, "\"/etc/pagefold/fleet.key\"",
             "File with the key that all hosts of the fleet share: 64 hexadecimal digits, readable by root only";
@@ -265,7 +265,7 @@ options! {
             "Limit on CPU time, as a share of one core; replaces the governor's (UKSM p)";
         "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS),
             "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
-            "Length of a sampling round, instead of the governor's (UKSM t)";
+            "Length of a sampling round, which overrides the governor's (t in the UKSM paper)";
         "levels" "--levels <N>" levels: u64, Count(range::LEVELS),
             = count(preset.levels), "Levels of the sampling ladder (UKSM N)";
         "duplicate-threshold" "--duplicate-threshold <PERCENT>" duplicate_threshold: Permyriad, Share(range::THRESHOLD),

@@ -131,7 +131,7 @@ impl Settings {
         let groups = selected(options.groups.as_deref(), "group", file)?;
         let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
-        // A dry run beside the service must not use the service's address and files, so only flags set its outputs.
+        // A dry run may run beside the service, whose address and files it must not use. So only its own flags count.
         let outputs = if args.dry_run { flags } else { &options };
         Ok(Self {
             file: file.map(Path::to_owned),

@@ -83,7 +83,7 @@ pub const FAMILIES: &[Family] = &[
         "The most memory that writes to merged pages took within an hour, halved for each hour since, and never more than is saved now",
         |status| one(float(status.reserve.likely_bytes)),
     ),
-    gauge("pagefold_left_bytes", "Memory that programs can get, including free swap", |status| {
+    gauge("pagefold_left_bytes", "Available memory plus free swap", |status| {
         one(float(status.reserve.machine.left.bytes().0))
     }),
     gauge(
@@ -129,7 +129,7 @@ pub const FAMILIES: &[Family] = &[
         of_scopes(status, |row| Some(row.processes as u64))
     })
     .by(&["kind", "scope"]),
-    gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
+    gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by the selector that it matches", |status| {
         of_scopes(status, |row| Some(row.memory.resident_bytes))
     })
     .by(&["kind", "scope"]),
@@ -219,7 +219,7 @@ pub const FAMILIES: &[Family] = &[
         "Huge pages collapsed again where merges did not last and the program had huge pages before",
         |status| one(float(status.incidents.collapsed)),
     ),
-    counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
+    counter("pagefold_refused_spans_total", "Memory ranges not marked because their program refused the call or had ended", |status| {
         one(float(status.incidents.refused_spans))
     }),
     counter("pagefold_injector_restarts_total", "How often the injector was restarted", |status| {

@@ -115,8 +115,7 @@ impl SimHost {
         (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
-    /// Finds merged pages in a run, and other shared ones. Returns the cost in nanoseconds, as if simulated pages were
-    /// real.
+    /// Finds merged pages in a run, and other shared ones. Returns what this would cost on a real machine, nanoseconds.
     pub(super) fn find_merged_pages(
         &self,
         run: &PageRun,

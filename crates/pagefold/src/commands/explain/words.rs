@@ -25,7 +25,8 @@ const WIDTH: usize = 78;
 pub fn sentence(region: &RegionState, facts: &Facts) -> String {
     let state = &facts.state;
     if state.activity.paused {
-        return "Paused: nothing happens to this region until pagefold resume. Merged pages stay merged.".to_owned();
+        return "Paused: nothing happens to this region until you run pagefold resume. Merged pages stay merged."
+            .to_owned();
     }
     let config = &facts.run.config;
     let decision = &region.decision;
@@ -64,8 +65,8 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             format!("Left alone for {left}: it was unmerged because memory was short.")
         }
         Reason::Relieved => format!(
-            "Left alone for {left}: it was unmerged because its merged pages were charged to another cgroup, whose \
-             memory limit has no headroom for them."
+            "Left alone for {left}: it was unmerged because its merged pages counted against another cgroup that is too \
+             close to its memory limit."
         ),
         Reason::Unmerged => format!(
             "Unmarked and left alone for {left}: it has copies, but ksmd could merge almost none of it. Either it or its copies are \

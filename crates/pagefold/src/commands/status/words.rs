@@ -138,7 +138,7 @@ fn huge_pages(status: &Status) -> Option<String> {
         thousands(splits.mappings)
     );
     if status.incidents.collapsed > 0 {
-        let _ = write!(text, "; pagefold has collapsed {} again", thousands(status.incidents.collapsed));
+        let _ = write!(text, "; pagefold has turned {} back into huge pages", thousands(status.incidents.collapsed));
     }
     Some(text)
 }
@@ -231,7 +231,7 @@ fn headline(status: &Status) -> String {
 fn state(status: &Status) -> String {
     let doing = status.doing();
     if doing == [Doing::Paused] {
-        return "paused: nothing is read, marked or merged until pagefold resume".to_owned();
+        return "paused: nothing is read, marked or merged until you run pagefold resume".to_owned();
     }
     if status.programs.processes.is_empty() {
         let target = if status.xen.is_some() { "guest" } else { "process" };
@@ -345,7 +345,7 @@ fn next(text: &mut String, status: &Status, style: Style) {
     text.blank();
     text.line(format!("  {}", style.bold("What happens next")));
     if status.activity.paused {
-        text.line("  Nothing, until pagefold resume. Merged pages stay merged.");
+        text.line("  Nothing, until you run pagefold resume. Merged pages stay merged.");
         return;
     }
     for row in &status.totals.next {

@@ -27,7 +27,7 @@ pub enum Mood {
 /// Makes the sentence. The last point of `history` is the present.
 pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
     if status.activity.paused {
-        return (Mood::Idle, "Paused: nothing is read, marked or merged until pagefold resume.".to_owned());
+        return (Mood::Idle, "Paused: nothing is read, marked or merged until you run pagefold resume.".to_owned());
     }
     let seconds = status.activity.seconds;
     let before = history.iter().find(|point| point.seconds >= seconds - BEFORE).copied().unwrap_or_default();

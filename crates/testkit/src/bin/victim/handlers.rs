@@ -108,7 +108,8 @@ pub fn forgive() -> bool {
     BAD.swap(0, Relaxed) == 4
 }
 
-/// Sets the alternate stack to all of its memory, or to a part of it: two settings that we can tell apart.
+/// Sets the alternate signal stack to the whole buffer, or to all but 8 KiB of it, so that a test can tell which one is
+/// set.
 pub fn alternate_stack(whole: bool) -> (usize, usize) {
     let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
     let size = STACK_BYTES - if whole { 0 } else { 8192 };

@@ -63,7 +63,7 @@ pub fn end(verdict: Result<(), String>) -> ! {
     }
     unsafe {
         while libc::read(0, [0_u8; 64].as_mut_ptr().cast(), 64) != 0 {}
-        // Ends all threads. In strict mode we may only end this one.
+        // exit_group ends all threads. In seccomp's strict mode we may only call exit, which ends this one.
         libc::syscall(if STRICT.load(Relaxed) { libc::SYS_exit } else { libc::SYS_exit_group }, 0);
     }
     unreachable!()
