@@ -23,20 +23,30 @@ pub fn shell_word(text: &str) -> String {
 }
 
 /// Whether a terminal may obey a character, or show its line differently because of it: control characters (C0, DEL and
-/// C1), and characters that are invisible or change the direction of text.
+/// C1), and characters that are invisible (Unicode's Default_Ignorable_Code_Point, and an empty Braille cell) or change
+/// the direction of text.
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
         || matches!(
             c,
             '\u{ad}'
+                | '\u{34f}'
                 | '\u{61c}'
-                | '\u{180e}'
+                | '\u{115f}'..='\u{1160}'
+                | '\u{17b4}'..='\u{17b5}'
+                | '\u{180b}'..='\u{180f}'
                 | '\u{200b}'..='\u{200f}'
                 | '\u{2028}'..='\u{202e}'
                 | '\u{2060}'..='\u{206f}'
+                | '\u{2800}'
+                | '\u{3164}'
+                | '\u{fe00}'..='\u{fe0f}'
                 | '\u{feff}'
-                | '\u{fff9}'..='\u{fffb}'
-                | '\u{e0000}'..='\u{e007f}'
+                | '\u{ffa0}'
+                | '\u{fff0}'..='\u{fffb}'
+                | '\u{1bca0}'..='\u{1bca3}'
+                | '\u{1d173}'..='\u{1d17a}'
+                | '\u{e0000}'..='\u{e0fff}'
         )
 }
 
@@ -54,5 +64,8 @@ mod tests {
     fn control_characters_in_names_are_escaped() {
         assert_eq!(printable(b"a\x1b[2Jb\xff\nc"), "a\\u{1b}[2Jb\u{fffd}\\nc");
         assert_eq!(printable("x\u{202e}y é".as_bytes()), "x\\u{202e}y é");
+        for invisible in ['\u{34f}', '\u{115f}', '\u{2800}', '\u{3164}', '\u{fe0f}', '\u{e0101}'] {
+            assert_ne!(printable(format!("sshd{invisible}").as_bytes()), format!("sshd{invisible}"));
+        }
     }
 }
