@@ -14,7 +14,8 @@ pub fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadE
 }
 
 /// The processes of root, or of the user that runs us, whose command name is one of `names`, by pid. Anybody can give a
-/// process a name, also a set-user-ID program that waits for a password, but others can't write KSM's settings.
+/// process a name, also a set-user-ID program that waits for a password, but others can't write KSM's settings. Nor can
+/// a container's root, whose sysfs is read-only, so processes in pid namespaces of their own don't count.
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
     let mut found: Vec<(i32, String)> = Vec::new();
     for pid in pids(proc_root)? {
@@ -22,8 +23,8 @@ pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, Stri
         let Ok(process) = Process::open_at(proc_root, pid) else { continue };
         let Ok(stat) = process.stat() else { continue };
         let Some(name) = names.iter().find(|name| name.as_bytes() == stat.comm) else { continue };
-        let Ok(Status { uids, .. }) = Status::of(&process) else { continue };
-        if uids.into_iter().all(is_trusted) {
+        let Ok(Status { uids, is_nested, .. }) = Status::of(&process) else { continue };
+        if uids.into_iter().all(is_trusted) && !is_nested {
             found.push((pid, (*name).to_owned()));
         }
     }
@@ -36,13 +37,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_users_processes_are_not_found_by_their_names() {
+    fn processes_of_other_users_and_containers_are_not_found_by_their_names() {
         let dir = tempfile::tempdir().unwrap();
-        for (pid, uids) in [(75, "1000\t1000\t1000\t1000"), (76, "1000\t0\t0\t0"), (77, "0\t0\t0\t0")] {
+        for (pid, uids, inner) in [
+            (75, "1000\t1000\t1000\t1000", ""),
+            (76, "1000\t0\t0\t0", ""),
+            (77, "0\t0\t0\t0", ""),
+            (78, "0\t0\t0\t0", "\t5"),
+        ] {
             let process = dir.path().join(pid.to_string());
             std::fs::create_dir(&process).unwrap();
             std::fs::write(process.join("stat"), format!("{pid} (ksmtuned) S 1 {}", "0 ".repeat(60))).unwrap();
-            let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t{uids}\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
+            let status = format!(
+                "Tgid:\t{pid}\nTracerPid:\t0\nUid:\t{uids}\nGid:\t0\t0\t0\t0\nCapPrm:\t0\nNSpid:\t{pid}{inner}\n"
+            );
             std::fs::write(process.join("status"), status).unwrap();
         }
         assert_eq!(programs_named(dir.path(), &["ksmtuned"]).unwrap(), [(77, "ksmtuned".to_owned())]);

@@ -25,6 +25,8 @@ pub struct Status {
     pub locked_kib: u64,
     /// Memory pinned for I/O, KiB, as far as drivers count it here.
     pub pinned_kib: u64,
+    /// Whether the process is in a pid namespace below the one that we see it from, like a container's.
+    pub is_nested: bool,
 }
 
 impl Status {
@@ -43,6 +45,8 @@ impl Status {
             // Kernel threads and zombies lack these.
             locked_kib: kib_or_none(text, "VmLck")?,
             pinned_kib: kib_or_none(text, "VmPin")?,
+            // A pid for each namespace. Kernels without pid namespaces lack the line.
+            is_nested: field(text, "NSpid").is_some_and(|pids| pids.trim_ascii().contains(&b'\t')),
         })
     }
 
