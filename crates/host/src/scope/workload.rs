@@ -214,7 +214,8 @@ impl Label<'_> {
 
     /// Whether only the system can have made this cgroup, to judge by the cgroups above: a service, or root in a
     /// container that we don't recognise, can make cgroups below its own. Podman does so, too, for a container that is
-    /// a service (`--cgroups=split`), and then says where.
+    /// a service (`--cgroups=split`), and then says where. Of the cgroups that aren't systemd's we trust the topmost
+    /// ones, and those that Kubernetes and ECS make below theirs.
     pub(super) fn is_systems(&self) -> bool {
         self.is_below_slices()
             || self.kind == WorkloadKind::Container
@@ -224,14 +225,20 @@ impl Label<'_> {
 
     fn is_below_slices(&self) -> bool {
         let is_typed_unit = self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some();
-        for part in self.parent.split('/') {
+        let mut above = "";
+        for part in self.parent.split('/').filter(|part| !part.is_empty()) {
             let is_fine = match unit_type(part) {
                 Some(found) => found == "slice",
-                None => part.is_empty() || !is_typed_unit,
+                None if is_typed_unit => false,
+                None => {
+                    let is_of_pods = matches!(part, "kubepods" | "burstable" | "besteffort") || pod(part).is_some();
+                    above.is_empty() || above == "ecs" || is_of_pods
+                }
             };
             if !is_fine {
                 return false;
             }
+            above = part;
         }
         true
     }
@@ -465,6 +472,25 @@ mod tests {
         assert!(is_called(nspawn, WorkloadKind::Unit, "systemd-nspawn@a"));
         assert!(is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "104"));
         assert!(!is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "10"));
+    }
+
+    #[test]
+    fn root_in_an_unknown_container_claims_no_other_workload() {
+        let id = "3f0c".repeat(16);
+        let uid = "6c2f1f0e-1111-4222-8333-944445555666";
+        for path in [
+            format!("/docker/{id}"),
+            format!("/ecs/0f2c3d4e/{id}"),
+            format!("/kubelet/kubepods/burstable/pod{uid}/{id}"),
+            format!("/system.slice/docker-{id}.scope"),
+            "/batch/worker".to_owned(),
+        ] {
+            assert!(labels_of(&path).last().unwrap().is_systems(), "{path}");
+        }
+        for inner in [format!("docker-{id}.scope"), format!("kubepods/pod{uid}/{id}"), "web".to_owned()] {
+            let path = format!("/mesos/0f2c3d4e/{inner}");
+            assert!(!labels_of(&path).last().unwrap().is_systems(), "{path}");
+        }
     }
 
     #[test]
