@@ -212,15 +212,17 @@ install-files: install-program install-documents
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml
 
-# What we ship names no directory of this machine, and the same commit makes the same bytes in any directory.
+# What we ship names no directory of this machine, and the same commit makes the same bytes in any directory. Cargo's hash of a crate outside
+# of the workspace, as all of ours are for the fleet, contains its directory, so we build the fleet at a fixed place.
 CARGO_HOME ?= $(HOME)/.cargo
-SHIPPED := RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/pagefold --remap-path-prefix=$(CARGO_HOME)=/cargo" $(CARGO)
+SHIPPED := RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/pagefold --remap-path-prefix=/mnt=/pagefold --remap-path-prefix=$(CARGO_HOME)=/cargo" $(CARGO)
 
 deb: pages
 	@scripts/setup package
 	$(SHIPPED) build --profile profiling --locked -p pagefold
-	$(if $(filter pkg.pagefold.fleet,$(DEB_BUILD_PROFILES)),cd fleet && $(SHIPPED) build --release --locked && \
-	    $(SHIPPED) run --release --quiet --locked --example pages -- ../target/pages)
+	$(if $(filter pkg.pagefold.fleet,$(DEB_BUILD_PROFILES)),unshare --map-root-user --mount sh -c 'mount --bind "$(CURDIR)" /mnt && \
+	    cd /mnt/fleet && $(SHIPPED) build --release --locked && \
+	    $(SHIPPED) run --release --quiet --locked --example pages -- ../target/pages')
 	scripts/deb
 	lintian --fail-on error,warning target/deb/*.deb
 
