@@ -26,7 +26,8 @@
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions below target/pages
 # make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
-# make oci      build an image for container engines in target/oci, and check it and the manifests for Kubernetes
+# make oci      build an image for container engines in target/oci, and check it and the manifests for Kubernetes (oci-test: run it under
+#               Podman as the manifest says, beside a pod of a fake node)
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 # make systemd-test  test the packages on a Debian with systemd, in an emulated machine (about 20 minutes)
 # make release  build all that a release consists of, in target/pagefold-VERSION (release-twice: again in a clone, which must make the
@@ -34,7 +35,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
+.PHONY: build oci oci-test demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall kvm install \
     install-files install-documents install-program pages deb deb-test systemd-test tarball release release-twice
 
@@ -251,6 +252,10 @@ oci:
 	@scripts/setup tarball
 	$(SHIPPED) build --release --locked -p pagefold --target $(MUSL)
 	scripts/oci target/$(MUSL)/release/pagefold
+
+oci-test: oci
+	@scripts/setup oci-test
+	scripts/oci-test
 
 # Only a release has the package of pagefold-fleet, because DataFusion takes long to build.
 release: export DEB_BUILD_PROFILES := pkg.pagefold.fleet
