@@ -165,7 +165,7 @@ fn finish(
             // We don't try this process again before its thread has stopped.
             stall(process, Arc::downgrade(alive), is_shared && outcome.is_late());
             drop(sender.send(outcome));
-            await_stop(tid);
+            await_stop(process, tid);
         }
     }
 }
@@ -255,12 +255,15 @@ extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::
     }
 }
 
-/// Waits until a thread that didn't stop in time stops, then repairs its registers and releases it.
-fn await_stop(tid: i32) {
+/// Waits until a thread that didn't stop in time stops, then repairs its registers and releases it. The kernel doesn't
+/// report the death of a main thread to us while other threads live, so we check for it. The end of our thread releases
+/// the dead one.
+fn await_stop(process: &Process, tid: i32) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     let mut pause = Duration::from_millis(1);
     loop {
         match ptrace::poll(tid) {
+            TraceeEvent::Nothing if thread::has_ended(process, tid) => break,
             TraceeEvent::Nothing => {
                 std::thread::sleep(pause);
                 pause = (pause * 5 / 4).min(LONGEST_PAUSE);

@@ -125,9 +125,17 @@ pub enum Choice {
 
 /// Reads the state and activity of one thread.
 pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadError> {
+    Ok((stat(process, tid)?, activity(process, tid)?))
+}
+
+fn stat(process: &Process, tid: i32) -> Result<Stat, ReadError> {
     let file = format!("task/{tid}/stat");
-    let stat = Stat::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))?;
-    Ok((stat, activity(process, tid)?))
+    Stat::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
+}
+
+/// Whether a thread is dead, though it may not be reaped yet.
+pub fn has_ended(process: &Process, tid: i32) -> bool {
+    stat(process, tid).is_ok_and(|stat| stat.has_ended())
 }
 
 pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {

@@ -1,6 +1,6 @@
 //! Targets that try to stall us by making reads of their pages never return.
 
-use pagefold_inject::{Call, InjectError, InjectionReport, Limits, inject};
+use pagefold_inject::{Call, InjectError, InjectionReport, Limits, inject, inject_thread};
 use pagefold_procmem::process::Process;
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{skip, status_field, wait_until};
@@ -66,6 +66,27 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     plain.send();
     victim.send();
     victim.expect_ok("exec");
+}
+
+/// The main thread of the victim ends after we've asked it to stop, and others go on. The kernel doesn't tell us, but we
+/// notice, and make the next call in another thread.
+#[test]
+fn a_main_thread_that_ends_instead_of_stopping_keeps_no_attempt() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("ending") else { return };
+    victim.wait_blocked(libc::SYS_exit);
+    let limits = Limits { stop_ns: 50_000_000, ..Limits::default() };
+    let forced = inject_thread(&victim.process, victim.pid(), &victim.calls(MARK, 1), &limits);
+    assert!(matches!(forced, Err(InjectError::TimedOut { .. })), "{forced:?}");
+    assert!(attempts() > 0, "we wait for the thread to stop");
+    victim.send();
+    victim.wait_state(b'Z');
+    wait_until("no attempt is left", || attempts() == 0);
+    wait_until("the call is made", || victim.mark(MARK).is_ok_and(|report| report.results == [Ok(0)]));
+    victim.send();
+    victim.expect_ok("ending");
 }
 
 /// Once the call is over, a sibling of the stopped thread keeps the injector from reading the return frame. The

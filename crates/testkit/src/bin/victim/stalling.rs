@@ -9,6 +9,7 @@
 //! | `locking` | like `locked`, but only from the first byte read to the second one; has 8 MiB of memory of its own |
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
 //! | `frame` | a call to poll(2) that is injected stops the injector: meanwhile such a page replaces the one of the return frame. The first byte read ends that, and the second one is answered |
+//! | `ending` | its main thread, while it ends, writes such a page; it has ended after the first byte read, and the second one is answered |
 //! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
@@ -73,6 +74,10 @@ pub fn main(kind: &str) {
             std::thread::spawn(move || replace_frame(&file, top));
             std::thread::sleep(HEAD_START);
         }),
+        "ending" => stalled_file().map(|file| {
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            map_at(LOW, FILE_PAGES * 4096, access, libc::MAP_PRIVATE, file.as_raw_fd());
+        }),
         "late" => Ok(()),
         "exec" => stalled_file().map(|file| {
             std::thread::spawn(move || {
@@ -111,6 +116,21 @@ pub fn main(kind: &str) {
     }
     // We read without a buffer, since the C library might map memory for one.
     let read = || unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
+    if kind == "ending" {
+        std::thread::spawn(move || {
+            read();
+            end_server();
+            read();
+            report(memory.check());
+            unsafe { libc::_exit(0) }
+        });
+        // The kernel clears the thread's ID in memory when the thread ends.
+        unsafe {
+            libc::syscall(libc::SYS_set_tid_address, LOW);
+            libc::syscall(libc::SYS_exit, 0);
+        }
+        return;
+    }
     read();
     if kind == "locking" {
         LOCKING.store(true, Ordering::Relaxed);
