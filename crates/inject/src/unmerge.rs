@@ -11,7 +11,7 @@
 
 use crate::{Batch, Call, Errno, InjectError, InjectionReport, InjectorHandle, Limits};
 use pagefold_engine::relief::UNMERGE_STEP;
-use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Vpn};
 use pagefold_procmem::Roots;
 use pagefold_procmem::headroom::{Headroom, headroom};
 use pagefold_procmem::image::{ProgramId, is_32_bit};
@@ -31,12 +31,14 @@ use thiserror::Error;
 /// How long we keep trying a target that is too busy to be stopped, and the pause between tries.
 const RETRY_LIMIT: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// How much address space we copy from outside between two checks of the limits: 2 MiB, some 2 ms.
+/// Of how much address space we copy the merged pages from outside between two checks of the limits: 2 MiB, some 2 ms.
 const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// How much address space one call unmarks if it has to make the copies.
 const STEP_BYTES: u64 = 4 * COPY_BYTES;
 /// How much address space one call unmarks if it copies little. Walking that much takes the kernel some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
+/// How many calls we collect at most: a process may have marked nearly all of its address space.
+pub const CALLS_MOST: usize = 4096;
 /// How long a call that unmarks may take, including its wait for the mmap lock.
 const CALL_NS: u64 = 1_000_000_000;
 /// We give up after this many attempts: the mappings keep changing, or signals keep interrupting the calls.
@@ -136,15 +138,17 @@ pub fn unmark_in_steps(
     let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
+    // If we see which pages are merged, we copy those first, and the calls copy the zero pages.
+    let kib = if shows_merged() { KsmStat::of(process)?.zero_kib } else { MarkState::of(process)?.copies_kib };
     for call in calls {
-        let mut copies_by_call = STEP_BYTES;
-        if call.nr == libc::SYS_madvise && shows_merged() {
+        let mut copies_kib = kib;
+        if call.nr == libc::SYS_prctl {
+            // This call also unmarks mappings that were made meanwhile.
+            copies_kib = MarkState::of(process)?.copies_kib;
+        } else if shows_merged() {
             copy_merged(&mut reader, process, roots, call.args[0], call.args[0] + call.args[1])?;
-            // We've made the copies, so the call needs no room for them. If we asked for room again, we'd never make
-            // the call where the copies just fit.
-            copies_by_call = 0;
         }
-        check_room(process, roots, copies_by_call)?;
+        check_room(process, roots, copies_kib.saturating_mul(1024).min(STEP_BYTES))?;
         fault::point("unmark");
         let done =
             injector.run_first(Batch { process, program, calls: std::slice::from_ref(call), limits: &limits })?;
@@ -173,15 +177,31 @@ fn copy_merged(
     end: u64,
 ) -> Result<Pages, UnmergeError> {
     let mut copied = Pages(0);
-    for (at, bytes) in steps(start, end, Bytes(COPY_BYTES)) {
-        check_room(process, roots, COPY_BYTES)?;
-        copied += reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+    // The range may be much larger than the memory in it, so we only visit the pieces with merged pages.
+    for (at, bytes) in steps(start, end, Bytes(WHOLE_BYTES)) {
+        let run = (Vpn::of_address(at), u32::try_from(bytes / PAGE_BYTES).unwrap_or(u32::MAX));
+        // The number of each such piece, and of the pages to copy there.
+        let mut pieces: Vec<(u64, u64)> = Vec::new();
+        reader.merged_frames(process, &[run], true, |page, _| match pieces.last_mut() {
+            Some((piece, pages)) if *piece == page.address() / COPY_BYTES => *pages += 1,
+            _ => pieces.push((page.address() / COPY_BYTES, 1)),
+        })?;
+        for (piece, pages) in pieces {
+            check_room(process, roots, pages * PAGE_BYTES)?;
+            let from = at.max(piece * COPY_BYTES);
+            let to = (at + bytes).min((piece + 1) * COPY_BYTES);
+            copied += reader.unmerge(process, Vpn::of_address(from), Pages((to - from) / PAGE_BYTES))?;
+        }
     }
     Ok(copied)
 }
 
-/// Fails unless the process's memory limits leave room for this many bytes of copies.
+/// Fails unless the process's memory limits leave room for this many bytes of copies. No copies need no room: the
+/// process may be as close to its limit as it likes.
 fn check_room(process: &Process, roots: &Roots, copies: u64) -> Result<(), UnmergeError> {
+    if copies == 0 {
+        return Ok(());
+    }
     let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
     let wanted = Bytes(copies + margin.0);
     if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
@@ -262,16 +282,23 @@ fn unmark_all(
     let mut attempts = ATTEMPTS;
     let end = Instant::now() + RETRY_LIMIT;
     while attempts > 0 {
-        let calls = state.calls(step_bytes(process)?);
-        if calls.is_empty() {
+        let mut calls = state.calls(step_bytes(process)?).peekable();
+        if calls.peek().is_none() {
             break;
         }
-        let mut report = InjectionReport::default();
-        let ran = unmark_in_steps(process, program, injector, roots, &calls, &mut report);
-        *longest_stop_ns = report.longest_stop_ns.max(*longest_stop_ns);
-        if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
-            why = errno.to_string();
+        let mut ran = Ok(());
+        let mut is_ended = false;
+        while ran.is_ok() && calls.peek().is_some() {
+            let some: Vec<Call> = calls.by_ref().take(CALLS_MOST).collect();
+            let mut report = InjectionReport::default();
+            ran = unmark_in_steps(process, program, injector, roots, &some, &mut report);
+            *longest_stop_ns = report.longest_stop_ns.max(*longest_stop_ns);
+            is_ended |= is_ended_by(&some, &report.results);
+            if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
+                why = errno.to_string();
+            }
         }
+        drop(calls);
         match ran {
             // Unmarking twice does no harm.
             Err(UnmergeError::Inject(error)) if error.is_passing() && Instant::now() < end => sleep(RETRY_PAUSE),
@@ -281,7 +308,7 @@ fn unmark_all(
             }
         }
         state = MarkState::of(process)?;
-        if is_ended_by(&calls, &report.results) {
+        if is_ended {
             state.assume_not_marked_as_a_whole();
         }
     }
@@ -359,18 +386,14 @@ impl MarkState {
     }
 
     /// The calls that remove the marks.
-    pub fn calls(&self, step: Bytes) -> Vec<Call> {
-        let mut calls = Vec::new();
-        for &(start, end) in &self.marked {
-            calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
-        }
+    pub fn calls(&self, step: Bytes) -> impl Iterator<Item = Call> + '_ {
+        let pieces = self.marked.iter().flat_map(move |&(start, end)| steps(start, end, step));
+        let unmark = pieces.map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE));
         // The prctl ends the marking of future mappings, but also unmarks all that's left at once. So we only make this
         // call once no more than a step is left to copy. Pages outside of marked mappings remain merged.
         let copies_little = self.copies_kib <= STEP_BYTES / 1024 || self.marked.is_empty();
-        if self.merge_any != Some(false) && copies_little {
-            calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
-        }
-        calls
+        let is_last = self.merge_any != Some(false) && copies_little;
+        unmark.chain(is_last.then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4])))
     }
 }
 
@@ -391,18 +414,48 @@ mod tests {
     #[test]
     fn large_mappings_are_unmarked_in_steps() {
         let lengths = |step| {
-            let calls = state(Some(false), STEP_BYTES + 4096, 0).calls(Bytes(step));
-            calls.iter().map(|call| call.args[1]).collect::<Vec<_>>()
+            let state = state(Some(false), STEP_BYTES + 4096, 0);
+            state.calls(Bytes(step)).map(|call| call.args[1]).collect::<Vec<_>>()
         };
         assert_eq!(lengths(STEP_BYTES), [STEP_BYTES, 4096]);
         assert_eq!(lengths(WHOLE_BYTES), [STEP_BYTES + 4096]);
     }
 
+    /// We make up the calls as we need them, however much address space is marked.
+    #[test]
+    fn a_marked_address_space_takes_no_memory() {
+        let state = state(Some(false), 1 << 47, 0);
+        assert_eq!(state.calls(Bytes(STEP_BYTES)).take(CALLS_MOST).count(), CALLS_MOST);
+    }
+
+    /// We look for merged pages in populated memory only: 16 TiB of nothing take some 100 ms. Two million looks at the
+    /// memory limits would take minutes.
+    #[test]
+    #[cfg_attr(not(feature = "live"), ignore = "needs root")]
+    fn empty_address_space_is_walked_fast() {
+        const EMPTY: usize = 16 << 40;
+        if !shows_merged() {
+            return pagefold_testkit::skip_unsupported("merged pages are not shown");
+        }
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: the kernel chooses the address.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), EMPTY, libc::PROT_NONE, flags, -1, 0) };
+        assert_ne!(memory, libc::MAP_FAILED);
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let start = pagefold_engine::units::count(memory.addr());
+        let began = Instant::now();
+        let end = start + pagefold_engine::units::count(EMPTY);
+        let copied = copy_merged(&mut PageReader::new(), &own, &Roots::default(), start, end).unwrap();
+        assert_eq!(copied, Pages(0));
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        // SAFETY: nothing else refers to this memory.
+        unsafe { libc::munmap(memory, EMPTY) };
+    }
+
     #[test]
     fn the_call_that_unmarks_everything_comes_last_when_little_is_left() {
         let prctls = |state: MarkState| {
-            let calls = state.calls(Bytes(STEP_BYTES));
-            calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
+            state.calls(Bytes(STEP_BYTES)).map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
         };
         // Before Linux 6.14 the kernel doesn't say whether a process is marked as a whole.
         for merge_any in [Some(true), None] {

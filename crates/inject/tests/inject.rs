@@ -9,6 +9,8 @@ use pagefold_inject::{
     Batch, Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
 };
 use pagefold_procmem::Roots;
+use pagefold_procmem::kpageflags::shows_merged;
+use pagefold_procmem::maps::read_marked;
 use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
 use pagefold_procmem::process::Process;
 use pagefold_testkit::injection::*;
@@ -160,6 +162,25 @@ fn a_program_without_its_main_thread_is_read_and_unmerged() {
     let injector = injector("worker");
     unmerge(&victim.process, &injector.handle(), &Roots::default(), &mut Unmerged::default()).unwrap();
     victim.finish("leaderless");
+}
+
+/// A process that has used up its memory limits is unmarked nevertheless, as long as nothing in it is merged.
+#[test]
+fn a_process_without_merged_memory_needs_no_room() {
+    let Some(mut victim) = Victim::if_possible("idle") else { return };
+    if !shows_merged() {
+        return skip_unsupported("merged pages are not shown");
+    }
+    let call = Call::madvise(victim.addr, victim.len, libc::MADV_MERGEABLE);
+    inject(&victim.process, &[call], &PATIENT).unwrap();
+    assert_eq!(read_marked(&victim.process).unwrap().len(), 1);
+    let full = tempfile::tempdir().unwrap();
+    std::fs::write(full.path().join("meminfo"), "MemAvailable: 0 kB\n").unwrap();
+    let roots = Roots { proc: full.path().to_owned(), ..Roots::default() };
+    let injector = injector("worker");
+    unmerge(&victim.process, &injector.handle(), &roots, &mut Unmerged::default()).unwrap();
+    assert!(read_marked(&victim.process).unwrap().is_empty());
+    victim.finish("idle");
 }
 
 #[test]

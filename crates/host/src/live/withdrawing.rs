@@ -10,7 +10,9 @@ use crate::targets::{Marks, PendingUnmark};
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
-use pagefold_inject::unmerge::{MarkState, UnmergeError, copy_inherited, is_ended_by, step_bytes, unmark_in_steps};
+use pagefold_inject::unmerge::{
+    CALLS_MOST, MarkState, UnmergeError, copy_inherited, is_ended_by, step_bytes, unmark_in_steps,
+};
 use pagefold_inject::{Batch, Call, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
@@ -53,7 +55,7 @@ type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
 pub(super) struct Withdrawal {
     /// The marks before we removed any.
     state: MarkState,
-    /// The calls that remove the marks. Empty if no mark is left.
+    /// The calls that remove the marks, or the first [`CALLS_MOST`] of them. Empty if no mark is left.
     calls: Vec<Call>,
     report: InjectionReport,
     /// Merged pages that we copied although they weren't marked: the process shared them through fork.
@@ -114,7 +116,10 @@ impl LiveHost {
             }
             return Try::Again;
         }
+        let mut is_shrinking = false;
         if let Some(pending) = &mut target.pending {
+            // As long as there's less to do each time, the calls so far don't count as a pass.
+            is_shrinking = calls.len() == CALLS_MOST && (!pending.was_tried || state.marked_bytes() < pending.left);
             pending.was_tried = true;
             if !calls.is_empty() {
                 pending.is_ended = is_ended_by(&calls, &report.results);
@@ -127,7 +132,7 @@ impl LiveHost {
         target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
         let refused = report.results.iter().find_map(|result| result.err());
         let problem = match (ran, refused) {
-            (Ok(()), None) if target.set_unmarked(now_ns) => return Try::Again,
+            (Ok(()), None) if is_shrinking || target.set_unmarked(now_ns) => return Try::Again,
             (Ok(()), None) => return Try::Changed,
             (Ok(()), Some(errno)) => UnmergeError::Left { pid, why: errno.to_string() },
             (Err(error), _) => error,
@@ -229,7 +234,7 @@ fn withdraw_job(
         if is_ended || !was_tried && state.shows_no_marks() {
             state.assume_not_marked_as_a_whole();
         }
-        let calls = state.calls(step_bytes(&process)?);
+        let calls: Vec<Call> = state.calls(step_bytes(&process)?).take(CALLS_MOST).collect();
         let mut report = InjectionReport::default();
         if let Err(error) = made {
             return Ok(Withdrawal { state, calls, report, copied: Pages(0), ran: Err(error.into()) });
