@@ -14,6 +14,11 @@ use std::time::Duration;
 
 /// We leave at most this many threads behind at a time.
 const LATE_MOST: usize = 64;
+/// How long we wait for a thread that computes, such as one that makes many copies, before we leave it behind.
+const COMPUTING: Duration = Duration::from_secs(1);
+/// If this many threads that we left behind make progress, we wait for the next one: each may be about to copy 2 MiB
+/// into the same cgroup, and the margins there have room for some of these steps at once, not for all.
+const COMPUTING_MOST: usize = 8;
 /// Time between two checks of the threads left behind.
 const TICK: Duration = Duration::from_millis(5);
 /// How long the injector may take for one call. It may be busy with a process whose mmap lock is held.
@@ -78,8 +83,8 @@ impl Unmerger {
             let ran = unmerge(&info.process, &injector, &roots, &mut done);
             (done, ran)
         });
-        // If the job computes rather than sleeps, we wait for its end.
-        match job.wait(Duration::MAX) {
+        let computing = self.late.iter_mut().filter_map(|late| (!late.job.pending.is_stuck()).then_some(())).count();
+        match job.wait(if computing < COMPUTING_MOST { COMPUTING } else { Duration::MAX }) {
             Ok((done, ran)) => over.push(process.over(done, ran)),
             Err(job) => self.late.push(Late { process, job }),
         }
