@@ -35,7 +35,10 @@ impl Engine {
         for region in ended {
             ended_keys.insert(region.view.key);
             gone.insert(region.view.owner);
-            if region.age.appeared() {
+            // Perhaps we only cut its mapping in another way.
+            let next = self.table.at(region.view.key, region.view.first);
+            let is_cut_anew = next.is_some_and(|next| next.in_blocks != region.in_blocks);
+            if region.age.appeared() && !is_cut_anew {
                 self.experience.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
             if region.marked_resident() > Pages(0) {

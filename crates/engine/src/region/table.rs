@@ -1,7 +1,8 @@
 //! The table of regions. Each region has a numbered slot, and entries of the index point to slots.
 //!
 //! We judge a very large mapping in blocks, each a region of its own: some parts of a virtual machine's guest memory
-//! are worth merging and others aren't.
+//! are worth merging and others aren't. A program may reserve far more than it uses, and each region costs us about
+//! 1 KB, so we only cut a mapping that holds enough memory for its blocks.
 
 use crate::host::RegionView;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
@@ -14,6 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const WHOLE_BITS: u32 = 52;
 /// A mapping has at most this many blocks. Larger mappings get larger blocks.
 const BLOCKS_MAX: u64 = 256;
+/// We cut a mapping once its blocks hold this many resident pages on average, and join them again at a quarter of that.
+const RESIDENT_MIN: u64 = 1_024;
 
 /// A block of a mapping. A mapping that isn't cut is one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -118,7 +121,7 @@ impl RegionTable {
         let mut ended = Vec::new();
         let before = std::mem::take(&mut self.cut);
         for view in views.iter().filter(|view| view.pages.0 > 0) {
-            let bits = block_bits(view.pages.0);
+            let bits = block_bits(view, before.contains_key(&view.key));
             let mut is_as_long = true;
             if bits != WHOLE_BITS {
                 is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
@@ -193,13 +196,18 @@ impl RegionTable {
     }
 }
 
-/// The block size for a mapping of this many pages, as a power of two.
-fn block_bits(pages: u64) -> u32 {
-    if pages <= BLOCK_PAGES.0 {
+/// The block size for a mapping, as a power of two. If the mapping `is_cut` already, it takes less memory to keep it so.
+fn block_bits(view: &RegionView, is_cut: bool) -> u32 {
+    let pages = view.pages.0;
+    let most = REGION_PAGES_MAX / 2;
+    let size = pages.div_ceil(BLOCKS_MAX).clamp(BLOCK_PAGES.0, most).next_power_of_two();
+    let resident_min = if is_cut { RESIDENT_MIN / 4 } else { RESIDENT_MIN };
+    let is_filled = view.resident.0 >= pages.div_ceil(size) * resident_min;
+    if pages <= BLOCK_PAGES.0 || !is_filled && pages <= most {
         return WHOLE_BITS;
     }
-    let size = pages.div_ceil(BLOCKS_MAX).clamp(BLOCK_PAGES.0, REGION_PAGES_MAX / 2);
-    size.next_power_of_two().trailing_zeros()
+    let size = if is_filled { size } else { most };
+    size.trailing_zeros()
 }
 
 /// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. The
@@ -264,6 +272,31 @@ mod tests {
         assert!(table.iter().all(|region| region.in_blocks == (region.view.key == RegionKey(1))));
         assert_eq!(update(&mut table, &[view(2, 1 << 40, 500)]), 6);
         assert_eq!(table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), None);
+    }
+
+    #[test]
+    fn a_mapping_is_cut_once_it_holds_enough_memory() {
+        let mut table = RegionTable::default();
+        let blocks = |table: &mut RegionTable, pages, resident| {
+            update(table, &[RegionView { resident: Pages(resident), ..view(1, 0, pages) }]);
+            table.iter().count()
+        };
+        // 256 GiB, of which the program uses ever more, and then less again.
+        let pages = 256 * BLOCK_PAGES.0;
+        let uses = [1, 255 << 10, 256 << 10, 1 << 25, 64 << 10, 60 << 10, 255 << 10];
+        assert_eq!(uses.map(|resident| blocks(&mut table, pages, resident)), [1, 1, 256, 256, 256, 1, 1]);
+        assert!(!table.iter().next().unwrap().in_blocks);
+        // The index can't hold the offsets of a terabyte.
+        assert_eq!(blocks(&mut table, 4 * pages, 1), 4);
+    }
+
+    #[test]
+    fn reserved_address_space_costs_no_regions() {
+        let mut table = RegionTable::default();
+        let sparse = |key: u32| RegionView { resident: Pages(1), ..view(key, u64::from(key) << 27, 1 << 26) };
+        let views: Vec<_> = (1..=450).map(sparse).collect();
+        update(&mut table, &views);
+        assert_eq!(table.iter().count(), 450);
     }
 
     #[test]
