@@ -259,3 +259,40 @@ fn what_the_host_left_unread_is_read_later() {
         assert!(sim.saved().0 * 100 >= most * 97, "{} of {most} pages", sim.saved().0);
     }
 }
+
+/// Adds two equal processes that reserve `pages` pages each, at different addresses, and write every `gap`th.
+fn sparse_pair(steps: &mut Vec<(u64, Step)>, number: u32, pages: u64, gap: u64) {
+    for process in [number, number + 1] {
+        let first = Vpn(u64::from(process) * 123_456);
+        let map = Step::Map { process, region: process, family: FamilyKey(pages), first, pages: Pages(pages) };
+        steps.extend([(0, Step::Start { process }), (0, map)]);
+        for page in (0..pages).step_by(usize::try_from(gap).unwrap()) {
+            let content = u64::from(number) << 32 | (page + 1);
+            steps.push((0, Step::Write { region: process, page: first + page, content, parts: 0b1111, eighth: 0 }));
+        }
+    }
+}
+
+/// Reading holes costs little, and thousands of small mappings are mostly holes, too.
+#[test]
+fn holes_do_not_use_up_the_time_to_read_pages() {
+    const PAGES: u64 = 1 << 18;
+    let mut steps = Vec::new();
+    for process in [1, 2] {
+        steps.push((0, Step::Start { process }));
+        for number in 0..4_000 {
+            let (region, first) = (process * 10_000 + number, Vpn(512 + u64::from(number) * 64));
+            steps.push((0, Step::Map { process, region, family: FamilyKey(1), first, pages: Pages(32) }));
+            for page in [30, 31] {
+                let content = u64::from(number + 1) << 32 | page;
+                steps.push((0, Step::Write { region, page: first + page, content, parts: 0b1111, eighth: 0 }));
+            }
+        }
+    }
+    sparse_pair(&mut steps, 3, PAGES, 20);
+    sparse_pair(&mut steps, 5, 4 * PAGES, 80);
+    let mut sim = Machine::with(host(), Config { governor: Governor::Low, ..config() });
+    sim.play(steps.into());
+    sim.run(40);
+    assert_eq!(sim.saved(), Pages(2 * PAGES.div_ceil(20)));
+}

@@ -21,6 +21,9 @@ use std::sync::Arc;
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
+/// A page in the plan that turns out to be absent, or that we don't read, costs one part in this many of one that we
+/// read.
+const UNREAD_PART: u64 = 8;
 
 #[derive(Debug)]
 pub struct Cycle {
@@ -44,6 +47,15 @@ pub(super) struct Plan {
     pub broken_before: u64,
     /// Whether we counted the saving.
     pub has_counted: bool,
+}
+
+impl Plan {
+    /// If we read few of the pages in the plan: what they all cost, in pages read.
+    pub fn effort_for_holes(&self) -> Option<u64> {
+        let done = self.read + self.named;
+        let effort = done + self.pages.saturating_sub(done) / UNREAD_PART;
+        (done < self.pages / UNREAD_PART).then_some(effort)
+    }
 }
 
 /// Runs one cycle on a host.

@@ -101,7 +101,8 @@ impl Engine {
             if self.plan.reading.new_round && !self.plan.reading.foreground {
                 self.ladder.record_bottom_cost(self.plan.pages, cycle_ns);
             } else {
-                self.ladder.record_cost(self.plan.read + self.plan.named, cycle_ns);
+                let done = self.plan.read + self.plan.named;
+                self.ladder.record_cost(self.plan.effort_for_holes().unwrap_or(done), cycle_ns);
             }
         }
         self.close(snapshot.now_ns, &snapshot.ksm, snapshot.cost);
@@ -122,7 +123,8 @@ impl Engine {
                 return observe_ns;
             }
             let share = u64::from(pace.top.0).clamp(1, 10_000);
-            return self.ladder.sample_ns() * self.plan.pages / share * (10_000 - share);
+            let pages = self.plan.effort_for_holes().unwrap_or(self.plan.pages);
+            return self.ladder.sample_ns() * pages / share * (10_000 - share);
         }
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         let is_unmarking = self.snapshot.ksm.ours && self.ksmd.marker.unmarking.is_due(self.snapshot.now_ns);
