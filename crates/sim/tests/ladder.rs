@@ -273,6 +273,19 @@ fn sparse_pair(steps: &mut Vec<(u64, Step)>, number: u32, pages: u64, gap: u64) 
     }
 }
 
+#[test]
+fn reserved_memory_with_few_pages_here_and_there_is_merged() {
+    const PAGES: u64 = 8 << 18;
+    for host in [host(), common::requested()] {
+        let mut steps = Vec::new();
+        sparse_pair(&mut steps, 1, PAGES, 2_048);
+        let mut sim = Machine::new(host);
+        sim.play(steps.into());
+        sim.run(30);
+        assert_eq!(sim.saved(), Pages(PAGES / 2_048));
+    }
+}
+
 /// Reading holes costs little, and thousands of small mappings are mostly holes, too.
 #[test]
 fn holes_do_not_use_up_the_time_to_read_pages() {

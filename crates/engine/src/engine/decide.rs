@@ -8,7 +8,7 @@ use crate::decision::{Decision, DecisionChange, Evidence, Kind, Reason, Verb};
 use crate::host::RegionView;
 use crate::region::{LeaveAlone, Region};
 use crate::sampling::estimate::Estimate;
-use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
+use crate::sampling::ladder::{is_out_of_sight, matures_ns, samples_wanted, wants_more};
 use crate::units::{Pages, Permyriad};
 
 /// With more regions than this, we only decide once a round.
@@ -65,10 +65,8 @@ impl Engine {
             let is_mature = self.snapshot.now_ns >= matures_ns(region, self.pace(), &self.config);
             return if is_mature { Kind::StaticallyDuplicated } else { Kind::ShortLived };
         }
-        if estimate.ceiling < 2.0 * threshold || !wants_more(region, &self.config) {
-            return Kind::Sparse;
-        }
-        Kind::Unknown
+        let is_known = !wants_more(region, &self.config) && !is_out_of_sight(region, &self.config);
+        if estimate.ceiling < 2.0 * threshold || is_known { Kind::Sparse } else { Kind::Unknown }
     }
 
     /// Whether we've merged much of a region on request. Perhaps we only read it in a relative that shares it through
@@ -113,9 +111,7 @@ impl Engine {
             return self.decide_judged(region, sampled);
         }
         if wants_more(region, &self.config) {
-            let sampled = Pages(region.survey.tally.sampled);
-            let needed = Pages(samples_wanted(region, &self.config));
-            return Decision::new(Verb::Sample, Reason::TooFewSamples { sampled, needed });
+            return Decision::new(Verb::Sample, self.too_few_samples(region));
         }
         self.watch(region, sampled)
     }
@@ -154,6 +150,11 @@ impl Engine {
         self.watch(region, sampled)
     }
 
+    fn too_few_samples(&self, region: &Region) -> Reason {
+        let sampled = Pages(region.survey.tally.sampled);
+        Reason::TooFewSamples { sampled, needed: Pages(samples_wanted(region, &self.config)) }
+    }
+
     /// Why we only watch a region, or wait for headroom.
     fn watch(&self, region: &Region, sampled: f64) -> Decision {
         if let Some(limit) = region.hold.full {
@@ -167,6 +168,7 @@ impl Engine {
             Kind::StaticallyDuplicated if self.is_merged(region) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,
+            Kind::Unknown => self.too_few_samples(region),
             _ => match self.crowd(region) {
                 Some(processes) => Reason::SharedByMany(processes),
                 None if self.has_outsiders(region) => Reason::SharedWithOutsiders,

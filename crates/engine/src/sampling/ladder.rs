@@ -45,8 +45,10 @@ const EVIDENCE_STEP: f64 = 4.0;
 const FOUND_MIN: u64 = 4;
 /// We assume that reading a page costs this much until we've measured it, nanoseconds.
 const READ_NS: u64 = 900;
-/// We visit at most this many pages to find one that holds memory.
+/// We visit at most this many pages to find one that holds memory, or in a region that's nearly empty twice as many as
+/// we expect to need, up to `VISITS_MOST`. Absent pages cost little.
 const VISITS_PER_SAMPLE: u64 = 16;
+const VISITS_MOST: u64 = 4_096;
 /// We need at least this many pages to measure the cost of one.
 const SAMPLES_MIN: u64 = 200;
 /// We plan at least this many pages for the bottom level in a round, even if the round's other costs take up the
@@ -418,7 +420,7 @@ fn sample(
         // If little of a region is resident, most pages we visit are absent, and cost little. So we visit more.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         let missing = target.saturating_sub(region.survey.tally.sampled);
-        let wanted = whole(missing as f64 / filled.clamp(0.02, 1.0));
+        let wanted = whole(missing as f64 / filled.clamp(2.0 / VISITS_MOST as f64, 1.0));
         let mut wanted = wanted.clamp(RUN_PAGES, (points - taken).max(RUN_PAGES));
         let owner = region.view.owner;
         while wanted > 0 && region.survey.runs_left() > 0 && allowance.pages_left(owner) >= RUN_PAGES {
@@ -455,7 +457,24 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
         // Some pages never count as samples, such as pages shared through fork. So we bound visits, too.
-        && region.survey.visited() < wanted * VISITS_PER_SAMPLE
+        && region.survey.visited() < wanted * visits_per_sample(region)
+}
+
+fn visits_per_sample(region: &Region) -> u64 {
+    let needed = region.view.pages.0 / region.view.resident.0.max(1);
+    (2 * needed).clamp(VISITS_PER_SAMPLE, VISITS_MOST)
+}
+
+/// Whether we've visited many pages of a region that's nearly empty, and found so few present that we don't know what
+/// it holds.
+pub fn is_out_of_sight(region: &Region, config: &Config) -> bool {
+    let wanted = samples_wanted(region, config);
+    visits_per_sample(region) > VISITS_PER_SAMPLE
+        && region.life.is_surveyed()
+        && region.survey.runs_left() > 0
+        && 2 * region.survey.tally.sampled < wanted
+        && !region.survey.is_mostly_forked()
+        && region.survey.visited() >= wanted * visits_per_sample(region)
 }
 
 /// Whether we may promote a region: it's old enough, and we don't leave it alone.
@@ -494,7 +513,7 @@ fn room_taken(region: &Region, config: &Config) -> u64 {
 mod tests {
     use super::*;
     use crate::governor::Governor;
-    use crate::host::Mechanism;
+    use crate::host::{Mechanism, RegionView};
     use crate::keys::RegionKey;
     use crate::limits::Limits;
     use crate::region::test_view;
@@ -540,6 +559,31 @@ mod tests {
         assert!((enough..enough + RUN_PAGES).contains(&planned(&reading, 1)), "{}", planned(&reading, 1));
         assert_eq!(planned(&reading, 2), 36, "a small one is read nearly whole");
         assert!(reading.foreground);
+    }
+
+    #[test]
+    fn a_nearly_empty_region_gets_its_samples_or_is_out_of_sight() {
+        // One page in 2,048 is present, or one in 65,536.
+        for (resident, is_sampled) in [(1 << 13, true), (1 << 8, false)] {
+            let view = RegionView { resident: Pages(resident), ..test_view(1, 0, 1 << 24) };
+            let (mut ladder, mut table) = (Ladder::new(4), RegionTable::default());
+            table.update(&[view], 5, |view| Region::new(view, 0, false, 5));
+            for _ in 0..1_000 {
+                let reading = plan(&mut ladder, &mut table, false);
+                let region = table.iter_mut().next().unwrap();
+                for run in reading.runs {
+                    let pages = run.first.0..run.first.0 + u64::from(run.pages);
+                    let gap = view.pages.0 / resident;
+                    region.survey.tally.sampled += count(pages.filter(|page| page % gap == 0).count());
+                }
+            }
+            let region = table.iter().next().unwrap();
+            let wanted = samples_for_evidence(resident, 0.1, EVIDENCE);
+            let sampled = region.survey.tally.sampled;
+            assert!(!wants_more(region, &tenth()));
+            assert_eq!(sampled >= wanted, is_sampled, "{sampled} of {wanted}");
+            assert_eq!(is_out_of_sight(region, &tenth()), !is_sampled);
+        }
     }
 
     #[test]
