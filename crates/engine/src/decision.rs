@@ -87,6 +87,8 @@ pub enum Reason {
     Done,
     /// We've read the whole region. Its duplicates are too scattered to be worth marking.
     Scattered,
+    /// The region has too few duplicates for a mark, however many of its pages they are.
+    TooSmall,
     /// This many processes share the region through fork, so merging costs more than it saves.
     SharedByMany(u64),
     /// The region is shared through fork with processes that are out of scope or left alone, which would keep its
@@ -118,6 +120,7 @@ impl fmt::Display for Reason {
             Self::Promising => f.write_str("samples show duplicates"),
             Self::Done => f.write_str("done"),
             Self::Scattered => f.write_str("scattered duplicates"),
+            Self::TooSmall => f.write_str("too small"),
             Self::SharedByMany(processes) => write!(f, "shared by {processes} processes"),
             Self::SharedWithOutsiders => f.write_str("shared with processes not merged"),
             Self::Sparse => f.write_str("few duplicates"),

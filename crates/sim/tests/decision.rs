@@ -163,3 +163,16 @@ proptest! {
         run_checked(host, config(), 40);
     }
 }
+
+#[test]
+fn memory_with_too_few_duplicates_for_a_mark_is_not_called_scattered() {
+    let mut sim = Machine::new(host());
+    for pages in [2, 8, 15] {
+        for _ in 0..2 {
+            sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(pages), Fill::Series(pages))));
+        }
+    }
+    sim.run(30);
+    let reasons: Vec<Reason> = decided(&sim.engine).iter().map(|region| region.decision.reason).collect();
+    assert_eq!(reasons, [Reason::TooSmall; 6]);
+}

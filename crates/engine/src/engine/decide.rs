@@ -150,6 +150,12 @@ impl Engine {
         self.watch(region, sampled)
     }
 
+    /// Whether a region has too few duplicates for a mark.
+    fn is_too_small(&self, region: &Region) -> bool {
+        let most = if region.life.is_judged() { region.counts().duplicate } else { region.resident() };
+        self.by_marks() && most < self.config.span_pages_min
+    }
+
     fn too_few_samples(&self, region: &Region) -> Reason {
         let sampled = Pages(region.survey.tally.sampled);
         Reason::TooFewSamples { sampled, needed: Pages(samples_wanted(region, &self.config)) }
@@ -166,6 +172,7 @@ impl Engine {
             Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact && !self.by_marks() => Reason::Done,
             Kind::StaticallyDuplicated if self.is_merged(region) => Reason::Done,
+            Kind::StaticallyDuplicated if self.is_too_small(region) => Reason::TooSmall,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,
             Kind::Unknown => self.too_few_samples(region),

@@ -87,6 +87,10 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         Reason::Scattered => {
             "Not marked: its duplicates are scattered, so each scan would also visit all pages between them.".to_owned()
         }
+        Reason::TooSmall => format!(
+            "Not marked: it has fewer than {} duplicate pages. pagefold does not mark mappings with so few.",
+            config.span_pages_min.0
+        ),
         Reason::Promising => {
             "Probably duplicate: it moves up level by level while samples confirm that, and is read whole at the top."
                 .to_owned()
