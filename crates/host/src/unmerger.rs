@@ -83,7 +83,10 @@ impl Unmerger {
             let ran = unmerge(&info.process, &injector, &roots, &mut done);
             (done, ran)
         });
-        let computing = self.late.iter_mut().filter_map(|late| (!late.job.pending.is_stuck()).then_some(())).count();
+        let mut computing = 0;
+        for late in &mut self.late {
+            computing += usize::from(!late.job.pending.is_stuck());
+        }
         match job.wait(if computing < COMPUTING_MOST { COMPUTING } else { Duration::MAX }) {
             Ok((done, ran)) => over.push(process.over(done, ran)),
             Err(job) => self.late.push(Late { process, job }),

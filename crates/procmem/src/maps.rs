@@ -94,8 +94,15 @@ impl VmFlags {
 
     /// The flags in alphabetical order.
     pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> {
-        let names = (b'a'..=b'z').flat_map(|first| (b'a'..=b'z').map(move |second| [first, second]));
-        names.filter(|&name| self.has(name))
+        let mut flags = Vec::new();
+        for first in b'a'..=b'z' {
+            for second in b'a'..=b'z' {
+                if self.has([first, second]) {
+                    flags.push([first, second]);
+                }
+            }
+        }
+        flags.into_iter()
     }
 
     fn bit(flag: [u8; 2]) -> Option<usize> {
