@@ -92,21 +92,24 @@ fn request(
         }
     }
     run.results.record(&member.name, &result);
-    // An injector that doesn't answer won't answer the next request either.
-    if matches!(result, Err(InjectError::WorkerSilent)) {
-        run.results.fail(format!("{}: its injector does not answer", member.name));
-        return false;
-    }
     !matches!(result, Err(InjectError::WorkerGone))
 }
 
 pub fn by_injector(run: &Run, mut random: Random) {
     let mut injector = injector("worker");
+    let mut silent = 0;
     while !run.is_enough() {
         let member = &run.victims.members[*random.pick(&run.victims.weighted)];
-        if !request(run, member, &mut random, |target, calls, limits, _| {
-            run_unchecked(&mut injector, &target.process, calls, limits)
-        }) {
+        let has_injector = request(run, member, &mut random, |target, calls, limits, _| {
+            let result = run_unchecked(&mut injector, &target.process, calls, limits);
+            silent = if matches!(result, Err(InjectError::WorkerSilent)) { silent + 1 } else { 0 };
+            result
+        });
+        // On a loaded machine an answer may be late once. The next request waits for that answer, too.
+        if silent > 1 {
+            run.results.fail(format!("{}: its injector does not answer", member.name));
+        }
+        if silent > 1 || !has_injector {
             break;
         }
     }
