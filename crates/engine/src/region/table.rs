@@ -121,7 +121,9 @@ impl RegionTable {
         let mut ended = Vec::new();
         let before = std::mem::take(&mut self.cut);
         for view in views.iter().filter(|view| view.pages.0 > 0) {
-            let bits = block_bits(view, before.contains_key(&view.key));
+            // Above the longest region, a mapping that holds little is cut, too, but as coarsely as possible.
+            let is_cut = before.get(&view.key).is_some_and(|mapping| 1 << mapping.bits < REGION_PAGES_MAX / 2);
+            let bits = block_bits(view, is_cut);
             let mut is_as_long = true;
             if bits != WHOLE_BITS {
                 is_as_long = before.get(&view.key).is_some_and(|mapping| mapping.pages == view.pages);
