@@ -138,17 +138,26 @@ pub fn unmark_in_steps(
     let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
-    // If we see which pages are merged, we copy those first, and the calls copy the zero pages.
-    let kib = if shows_merged() { KsmStat::of(process)?.zero_kib } else { MarkState::of(process)?.copies_kib };
+    let copies_before = MarkState::of(process)?.copies_kib;
     for call in calls {
-        let mut copies_kib = kib;
-        if call.nr == libc::SYS_prctl {
-            // This call also unmarks mappings that were made meanwhile.
-            copies_kib = MarkState::of(process)?.copies_kib;
+        // ksmd goes on merging meanwhile, so we ask before each call how much it has to copy.
+        let copies = if call.nr == libc::SYS_prctl {
+            // This call also unmarks mappings that were made meanwhile. If they hold much, it waits for the next try.
+            let kib = MarkState::of(process)?.copies_kib;
+            if kib > STEP_BYTES / 1024 {
+                break;
+            }
+            kib * 1024
         } else if shows_merged() {
+            // We copy the merged pages first, and the call copies the zero pages.
             copy_merged(&mut reader, process, roots, call.args[0], call.args[0] + call.args[1])?;
-        }
-        check_room(process, roots, copies_kib.saturating_mul(1024).min(STEP_BYTES))?;
+            KsmStat::of(process)?.zero_kib.saturating_mul(1024).min(call.args[1])
+        } else if copies_before == 0 && KsmStat::of(process)?.merged() == Pages(0) {
+            0
+        } else {
+            STEP_BYTES.min(call.args[1])
+        };
+        check_room(process, roots, copies)?;
         fault::point("unmark");
         let done =
             injector.run_first(Batch { process, program, calls: std::slice::from_ref(call), limits: &limits })?;

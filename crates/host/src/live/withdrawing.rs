@@ -116,10 +116,16 @@ impl LiveHost {
             }
             return Try::Again;
         }
+        let is_cut = calls.len() == CALLS_MOST;
         let mut is_shrinking = false;
         if let Some(pending) = &mut target.pending {
-            // As long as there's less to do each time, the calls so far don't count as a pass.
-            is_shrinking = calls.len() == CALLS_MOST && (!pending.was_tried || state.marked_bytes() < pending.left);
+            // Calls that were cut off don't count as a pass. We go on at once only while much of what they unmark stays
+            // unmarked: the process may mark it again.
+            let mut asked = 0;
+            for call in &calls {
+                asked += call.args[1];
+            }
+            is_shrinking = is_cut && (!pending.was_tried || state.marked_bytes().0 + asked / 2 <= pending.left.0);
             pending.was_tried = true;
             if !calls.is_empty() {
                 pending.is_ended = is_ended_by(&calls, &report.results);
@@ -132,7 +138,9 @@ impl LiveHost {
         target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
         let refused = report.results.iter().find_map(|result| result.err());
         let problem = match (ran, refused) {
-            (Ok(()), None) if is_shrinking || target.set_unmarked(now_ns) => return Try::Again,
+            (Ok(()), None) if is_shrinking => return Try::Again,
+            (Ok(()), None) if is_cut => UnmergeError::Left { pid, why: "it goes on marking memory".to_owned() },
+            (Ok(()), None) if target.set_unmarked(now_ns) => return Try::Again,
             (Ok(()), None) => return Try::Changed,
             (Ok(()), Some(errno)) => UnmergeError::Left { pid, why: errno.to_string() },
             (Err(error), _) => error,
