@@ -11,6 +11,7 @@ use object_store::{ObjectStore, ObjectStoreExt};
 use pagefold_sketch::SketchFile;
 use pagefold_sketch::file::FILE_BYTES;
 use pagefold_text::regular;
+use pagefold_text::table::spaced;
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -215,5 +216,5 @@ fn unreadable(error: &dyn std::fmt::Display) -> String {
 }
 
 fn one_line(error: &dyn std::fmt::Display) -> String {
-    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+    spaced(&error.to_string())
 }

@@ -4,6 +4,7 @@
 
 use crate::escape::shell_word;
 use crate::misspelt::nearest;
+use crate::table::spaced;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error, Parser};
 
@@ -71,7 +72,7 @@ const SERVICE: &[(&str, &str)] = &[
 pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
     let text = error.render().to_string();
     let problem = text.split("\n\n").next().unwrap_or_default();
-    let problem = problem.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+    let problem = spaced(problem.trim_start_matches("error: "));
     // Some of our value parsers suggest something better themselves.
     if problem.contains("; try ") {
         return problem;

@@ -8,6 +8,7 @@ use humantime::{parse_duration, parse_rfc3339_weak};
 use pagefold_sketch::KeyId;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::progress::Progress;
+use pagefold_text::table::spaced;
 use std::time::{Duration, SystemTime};
 
 /// Options that all commands share.
@@ -76,7 +77,7 @@ impl SketchArgs {
 /// Makes an error of the engine one line.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub fn failed(error: datafusion::error::DataFusionError) -> anyhow::Error {
-    let what = error.strip_backtrace().split_whitespace().collect::<Vec<_>>().join(" ");
+    let what = spaced(&error.strip_backtrace());
     Exit::new(exit::FAILURE, format!("the query failed: {what}; try again with fewer files or more --query-memory"))
         .into()
 }

@@ -24,6 +24,7 @@ use pagefold_text::exit::{self, Exit};
 use pagefold_text::program::code_of;
 use pagefold_text::progress::Progress;
 use pagefold_text::style::{self, Lines, Style};
+use pagefold_text::table::spaced;
 use std::path::{Path, PathBuf, absolute};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -326,7 +327,7 @@ fn start(systemctl: &Path) -> Result<(), Exit> {
     let why = match run(&["enable", "--now"]) {
         Ok(output) if output.status.success() && is_active() => return Ok(()),
         Ok(output) if output.status.success() => "a condition of the unit is not met".to_owned(),
-        Ok(output) => String::from_utf8_lossy(&output.stderr).split_whitespace().collect::<Vec<_>>().join(" "),
+        Ok(output) => spaced(&String::from_utf8_lossy(&output.stderr)),
         Err(error) => error.to_string(),
     };
     let line = format!(

@@ -128,6 +128,7 @@ mod tests {
     use super::*;
     use clap::Parser;
     use pagefold_host::scope::exe::Matching;
+    use pagefold_text::table::spaced;
     use std::time::Duration;
 
     #[derive(Parser)]
@@ -166,7 +167,7 @@ mod tests {
     #[test]
     fn help_shows_ranges_and_defaults() {
         let help = <Cli as clap::CommandFactory>::command().render_long_help().to_string();
-        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let help = spaced(&help);
         for part in ["(1s to 1h) [default: 15s]", "[default: auto]"] {
             assert!(help.contains(part), "{part} is missing in {help}");
         }
