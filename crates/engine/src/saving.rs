@@ -289,8 +289,8 @@ impl SavingCounter {
             present += pages.min(region.resident().0);
             let counted = pages.min(region.resident().0.max(1) * ADDRESSES_PER_PAGE);
             addresses += counted;
-            if let Some(sparseness) = pages.checked_div(counted) {
-                let length = RUN_PAGES * sparseness.next_power_of_two();
+            if counted < pages {
+                let length = RUN_PAGES * (pages / counted).next_power_of_two();
                 let longest = lengths.entry((region.view.lineage, region.view.first)).or_default();
                 *longest = length.max(*longest);
             }
@@ -300,12 +300,12 @@ impl SavingCounter {
         let mut runs = Vec::new();
         let mut asked = 0;
         for region in table.iter() {
-            let most = lengths.get(&(region.view.lineage, region.view.first)).copied().unwrap_or(RUN_PAGES);
+            let run_pages = lengths.get(&(region.view.lineage, region.view.first)).copied().unwrap_or(RUN_PAGES);
             for (first, pages) in region.mergeable_runs() {
                 let end = first + pages.0;
                 let mut at = first;
-                while let Some((start, length)) = self.next_run(at, end, most) {
-                    asked += length / (most / RUN_PAGES);
+                while let Some((start, length)) = self.next_run(at, end, run_pages) {
+                    asked += length / (run_pages / RUN_PAGES);
                     runs.push(region.run(start, Pages(length)));
                     at = start + length;
                 }
