@@ -117,13 +117,9 @@ impl<'a> Judge<'a> {
             Some(Exclusion::OptedOut(opt_out))
         } else if info.selected_by.is_none() {
             Some(Exclusion::OutOfScope)
-        } else if let Some(why) = &info.distrust {
-            Some(Exclusion::Untrusted(why.clone()))
-        } else if let Some(other_domain) = rules.domains.excludes(domain, rules.merged) {
-            Some(other_domain)
         } else {
-            // These rules come last, because asking for the dumpable attribute may stop the process.
-            exclusion_of(info, dumpable, self.history.mechanism, &rules.deny)
+            let other_domain = rules.domains.excludes(domain, rules.merged);
+            exclusion_of(info, other_domain, dumpable, self.history.mechanism, &rules.deny)
         };
         let group = first_match(&rules.groups, info, "the limits of", &mut notes);
         if let Some(group) = group {

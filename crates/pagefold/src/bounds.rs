@@ -73,10 +73,8 @@ impl Bounds {
         if let Some((by, _)) = self.kept_out.verdict(scoped, true, &Roots::default()) {
             return Ok(Some(Exclusion::KeptOut { by }));
         }
-        match process_exclusion(scoped, &self.deny)? {
-            None if self.by_ksmd => Ok(self.domain_rules.excludes(scoped)),
-            why => Ok(why),
-        }
+        let other_domain = if self.by_ksmd { self.domain_rules.excludes(scoped) } else { None };
+        process_exclusion(scoped, &self.deny, other_domain)
     }
 
     /// Why a process in scope must be left alone now, if it must.

@@ -127,7 +127,7 @@ pub fn require_page_flags() -> Result<(), Exit> {
 fn refuse_if_all_are_left_alone(scoped: &[ProcessInfo], deny: &DenyList) -> Result<(), Exit> {
     let mut first = None;
     for scoped in scoped {
-        match process_exclusion(scoped, deny) {
+        match process_exclusion(scoped, deny, None) {
             Ok(None) => return Ok(()),
             Ok(Some(exclusion)) => first = first.or(Some((scoped, exclusion.to_string()))),
             Err(error) => first = first.or(Some((scoped, error.to_string()))),

@@ -152,7 +152,10 @@ impl fmt::Display for Exclusion {
             Self::KernelThread => "kernel thread",
             Self::Zombie => "has ended",
             Self::NotDumpable => "not dumpable: its memory is private",
-            Self::DumpableUnknown => "could not be asked yet whether its memory is private (PR_GET_DUMPABLE)",
+            Self::DumpableUnknown => {
+                "could not be asked yet whether its memory is private (PR_GET_DUMPABLE); if it is stopped or frozen, \
+                 let it run"
+            }
             Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
@@ -215,21 +218,23 @@ pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) ->
     }
 }
 
-/// Why we must leave a process in scope alone, if we must. We read it again, because it may have changed since we found
-/// it.
-pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    if let Some(why) = &found.distrust {
-        return Ok(Some(Exclusion::Untrusted(why.clone())));
-    }
+/// Why we must leave a process in scope alone, if we must; `other_domain` is the reason if only another trust domain is
+/// merged. We read the process again, because it may have changed since we found it.
+pub fn process_exclusion(
+    found: &ProcessInfo,
+    deny: &DenyList,
+    other_domain: Option<Exclusion>,
+) -> Result<Option<Exclusion>, ReadError> {
     let mut info = ProcessInfo::of(&found.process)?;
     info.cgroups = found.cgroups.clone();
+    info.distrust = found.distrust.clone();
     let dumpable = dumpable(&info)?;
     info.read_width()?;
     let mechanism = if Path::new(DEVICE).exists() { Mechanism::Request } else { Mechanism::Ksmd };
     let option = if may_run_qemu(&info) { opt_out_qemu::of_process_in_time(&info.process)? } else { None };
     match judge_opt_outs(&info, option, deny).excluding {
         Some(opt_out) => Ok(Some(Exclusion::OptedOut(opt_out))),
-        None => Ok(exclusion_of(&info, dumpable, mechanism, deny)),
+        None => Ok(exclusion_of(&info, other_domain, dumpable, mechanism, deny)),
     }
 }
 
@@ -264,13 +269,21 @@ pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, d
     judged
 }
 
-/// Why we must leave a process alone, if we must, by facts that we've just read. Opt-outs are judged before this.
+/// Why we must leave a process in scope alone, if we must, by facts that we've just read. Opt-outs are judged before
+/// this. Asking for the dumpable attribute may stop the process, so that comes last.
 pub(crate) fn exclusion_of(
     info: &ProcessInfo,
+    other_domain: Option<Exclusion>,
     dumpable: Dumpable,
     mechanism: Mechanism,
     deny: &DenyList,
 ) -> Option<Exclusion> {
+    if let Some(why) = &info.distrust {
+        return Some(Exclusion::Untrusted(why.clone()));
+    }
+    if other_domain.is_some() {
+        return other_domain;
+    }
     let by_rule = judge_process(info, dumpable, deny);
     if by_rule.is_some() {
         return by_rule;
@@ -283,7 +296,6 @@ pub(crate) fn exclusion_of(
     if deny.allows(info) {
         return None;
     }
-    // We ask last, because asking stops the process.
     let answer = match dumpable {
         // The process has marked its memory itself, so ksmd merges it whatever we do.
         Dumpable::Unknown if info.is_32_bit && mechanism == Mechanism::Ksmd => Dumpable::Yes,

@@ -56,7 +56,7 @@ fn ksmd_merges_32_bit_programs_only_if_they_have_marked_themselves() {
         let mut info = with(|info| info.is_32_bit = true);
         info.status.uids[1] = uid;
         info.needs_exec = needs_exec;
-        exclusion_of(&info, dumpable, mechanism, &DenyList::default())
+        exclusion_of(&info, None, dumpable, mechanism, &DenyList::default())
     };
     for (uid, dumpable, mechanism) in [(0, Yes, Ksmd), (0, Unknown, Ksmd), (33, Yes, Ksmd), (0, Yes, Request)] {
         assert_eq!(judge(uid, true, dumpable, mechanism), Some(Exclusion::Bits32));
@@ -138,7 +138,7 @@ fn dont_dump_excludes_only_small_mappings() {
 
 fn exclusion(process: &Arc<Process>, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
     let info = ProcessInfo::of(process)?;
-    Ok(exclusion_of(&info, dumpable(&info)?, Mechanism::Ksmd, deny))
+    Ok(exclusion_of(&info, None, dumpable(&info)?, Mechanism::Ksmd, deny))
 }
 
 #[test]

@@ -237,7 +237,7 @@ fn processes_that_match_by_name_only_are_listed_with_the_reason() {
     assert_eq!(found(vec![exe(), Selector::User("1002".into())]), by_both);
     assert_eq!(found(vec![exe(), Selector::Cgroup("/dba".into())]), by_both);
     let scoped = resolve_without(&by_exe("redis-server"), &tree.roots, &[99]).unwrap();
-    let excluded = exclude::process_exclusion(&scoped[1], &deny_list::DenyList::default()).unwrap();
+    let excluded = exclude::process_exclusion(&scoped[1], &deny_list::DenyList::default(), None).unwrap();
     assert_eq!(excluded, Some(exclude::Exclusion::Untrusted(Distrust::Deleted)));
 }
 
