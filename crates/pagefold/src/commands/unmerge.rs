@@ -23,6 +23,7 @@ use pagefold_ksm::{RestoreOutcome, request};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::process::ReadError;
+use pagefold_procmem::statm::Sizes;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
 use pagefold_text::style::{self, Lines, Style};
@@ -184,6 +185,8 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
         if scoped.is_empty() {
             break;
         }
+        // A hostile program may have terabytes of marked address space, which take long. So it comes last.
+        scoped.sort_by_cached_key(address_space);
         for scoped in std::mem::take(&mut scoped) {
             owners.insert(scoped.process.pid(), Owner::of(&scoped, scoped.cgroups.domain.as_ref()));
             let done = unmerger.unmerge(scoped);
@@ -215,6 +218,12 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     summary.knobs_deferred = restored?.unwrap_or_default();
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
     Ok(summary)
+}
+
+/// The size of a process's address space, pages.
+fn address_space(info: &ProcessInfo) -> u64 {
+    let statm = info.process.read_file("statm").unwrap_or_default();
+    Sizes::parse(&statm).map_or(u64::MAX, |sizes| sizes.mapped)
 }
 
 /// Adds the processes to the list of those that later runs exclude. Our caller has the lock, so no daemon writes it.
