@@ -11,6 +11,7 @@ mod prefork;
 mod python;
 mod qemu;
 mod redis;
+mod service;
 mod subjects;
 mod wordpress;
 mod working_guest;
@@ -27,6 +28,7 @@ pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
 pub use qemu::{GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};
+pub use service::Service;
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use wordpress::{Site, Visitor, WordPress};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
@@ -102,6 +104,17 @@ impl Target for Tenant {
 /// Creates a directory for the data of experiments, and deletes it when the result is dropped.
 pub(crate) fn scratch() -> anyhow::Result<TempDir> {
     tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("cannot create a scratch directory")
+}
+
+/// Removes a cgroup whose members have ended. One that's still ending keeps it busy for a moment.
+fn remove_cgroup(path: &Path) {
+    for _ in 0..100 {
+        if fs::remove_dir(path).is_ok() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    eprintln!("cannot remove {}", path.display());
 }
 
 /// Runs a command to its end, and returns its output.

@@ -1,9 +1,9 @@
 //! A cgroup (v1 or v2) that limits the memory of the programs in it.
 
+use super::remove_cgroup;
 use anyhow::Context;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// For each cgroup version: the directory of its memory controller, and its files for the limit, the usage, and the
 /// number of members that the kernel has killed.
@@ -78,14 +78,7 @@ fn has_limit(root: &Path, limit: &str) -> bool {
 
 impl Drop for MemoryLimit {
     fn drop(&mut self) {
-        // A member that's ending keeps the cgroup busy for a moment.
-        for _ in 0..100 {
-            if fs::remove_dir(&self.path).is_ok() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        eprintln!("cannot remove {}", self.path.display());
+        remove_cgroup(&self.path);
     }
 }
 

@@ -1,6 +1,7 @@
 //! How the programs beside a policy fare on the cores that ksmd and pagefold use too, during merging and afterwards:
 //! the latencies of a redis and a MariaDB server under fixed open loads, and the speeds of a compression and a
-//! compilation. We merge the servers' memory too, so their own writes to merged pages count.
+//! compilation. We merge the servers' memory too, so their own writes to merged pages count. Each server is in a cgroup
+//! of its own, as services are, where the kernel reports how long it waits for a CPU.
 
 use super::rounds::{Rounds, parts};
 use super::{Experiment, ExperimentSetting, PolicySequence, Targets, mib, shuffled};
@@ -10,7 +11,7 @@ use crate::bench::metric::{self, AT_REST, WHILE_MERGING};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmAdvisor, KsmPaced, NoMerging, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
-use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, need, scratch};
+use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, Service, need, scratch};
 use anyhow::Context;
 use pagefold_engine::units::Bytes;
 use pagefold_workload::Segment;
@@ -154,11 +155,11 @@ impl Images {
         let database = self.mariadb.start(scratch, 0)?;
         let first = self.redis.start(scratch, 0)?;
         let load = self.load(&first, &database, sizes)?;
-        let mut targets: Targets = vec![Box::new(first)];
+        let mut targets: Targets = vec![Service::of(first)?];
         for instance in 1..INSTANCES {
-            targets.push(Box::new(self.redis.start(scratch, instance)?));
+            targets.push(Service::of(self.redis.start(scratch, instance)?)?);
         }
-        targets.push(Box::new(database));
+        targets.push(Service::of(database)?);
         let pages = mib(sizes.mebibytes).0;
         targets.push(setting.tenant(Segment::Same { pages, seed: 1 })?);
         targets.push(setting.tenant(Segment::Random { pages, seed: 2 })?);
