@@ -10,9 +10,10 @@ use std::ops::ControlFlow;
 
 /// The machine code of `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// We search this many bytes of each executable mapping. libc has a `syscall` instruction within its first pages of
-/// code.
+/// We search this many bytes of each executable mapping, and of all together. libc has a `syscall` instruction within
+/// its first pages of code.
 const SEARCHED_BYTES: u64 = 1 << 20;
+const SEARCHED_MOST: u64 = 64 << 20;
 /// How many executable mappings of a process we search, at most.
 const SEARCHED_MAPPINGS: usize = 4096;
 
@@ -44,10 +45,12 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
 
 fn find_in(process: &Process, code: &Code, executable: &[Executable]) -> Result<u64, InjectError> {
     let mut has_code = false;
+    let mut left = SEARCHED_MOST;
     for &Executable { start, end, vdso } in executable {
         let mut found = None;
-        let searched = start..end.min(start.saturating_add(SEARCHED_BYTES));
-        code.search(searched, vdso, |at, bytes| {
+        let length = end.saturating_sub(start).min(SEARCHED_BYTES).min(left);
+        left -= length;
+        code.search(start..start + length, vdso, |at, bytes| {
             has_code = true;
             match bytes.windows(2).position(|pair| pair == SYSCALL) {
                 Some(offset) => {
@@ -122,6 +125,17 @@ mod tests {
         let start = unmapped(1);
         let found = find_in(&own, &code, &[Executable { start, end: start + PAGE_BYTES, vdso: false }]);
         assert!(matches!(found, Err(InjectError::Busy { .. })), "{found:?}");
+    }
+
+    #[test]
+    fn not_all_of_much_code_is_searched() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let code = Code::open(&own, own.pid()).unwrap();
+        let mut executable = executable(own.open_file("maps").unwrap());
+        assert!(find_in(&own, &code, &executable).is_ok());
+        let empty = Executable { start: PAGE_BYTES, end: PAGE_BYTES + SEARCHED_BYTES, vdso: false };
+        executable.splice(..0, vec![empty; 64]);
+        assert!(find_in(&own, &code, &executable).is_err());
     }
 
     #[test]
