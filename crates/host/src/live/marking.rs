@@ -9,7 +9,7 @@ use crate::targets::Marks;
 use crate::targets::Target;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
-use pagefold_inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
+use pagefold_inject::unmerge::{CALLS_MOST, UnmergeError, step_bytes, steps, unmark_in_steps};
 use pagefold_inject::{Batch, Call, Errno, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
@@ -49,6 +49,8 @@ struct CallBatch {
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<Part>,
+    /// Changes that take more than [`CALLS_MOST`] calls to unmark. The rest of them waits for the next try.
+    cut: Vec<usize>,
     /// How many more mappings the calls may add by splitting others.
     splits_left: usize,
 }
@@ -99,6 +101,10 @@ impl CallBatch {
                 continue;
             }
             for (start, bytes) in steps(from.address(), to.address(), self.unmark_step.unwrap_or(Bytes(u64::MAX))) {
+                if self.unmark_step.is_some() && self.calls.len() >= CALLS_MOST {
+                    self.cut.push(change);
+                    break;
+                }
                 self.calls.push(Call::madvise(start, bytes, advice));
                 self.parts.push(Part { change, pages: Pages(bytes / PAGE_BYTES) });
             }
@@ -266,6 +272,7 @@ impl LiveHost {
         target.invalidate();
         self.schedule.next_ns = 0;
         let is_unknown = self.make(pid, &work, changes, outcome);
+        changes.set(work.cut.iter().copied(), Marking::Busy);
         if wanted.iter().any(|&at| changes.results[at] == Marking::NoMappings) {
             let why = "changing its marks would add mappings, and it is close to vm.max_map_count".to_owned();
             self.report_left_alone(pid, why);
@@ -449,5 +456,16 @@ mod tests {
         assert!(!unmarking.add(0, span(0x50, 4), false, &details));
         assert!(unmarking.add(1, span(0x50, 4), true, &details));
         assert_eq!([work.calls.len(), unmarking.calls.len()], [2, 1]);
+    }
+
+    #[test]
+    fn unmarking_reserved_memory_takes_few_calls_at_a_time() {
+        let text =
+            "100000000000-200000000000 rw-p 00000000 00:00 0 \nRss: 64 kB\nAnonymous: 64 kB\nVmFlags: rd wr mg\n";
+        let details = parse_smaps(text.as_bytes()).unwrap();
+        let span = Span { region: RegionKey(1), first: details[0].vma.first(), pages: details[0].vma.pages() };
+        let mut work = CallBatch { unmark_step: Some(Bytes(2 << 20)), splits_left: 2, ..CallBatch::default() };
+        assert!(work.add(0, span, true, &details));
+        assert_eq!((work.calls.len(), &work.cut[..]), (CALLS_MOST, &[0][..]));
     }
 }
