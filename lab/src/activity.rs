@@ -3,6 +3,9 @@
 //! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a
 //! delay.
 
+use crate::contents::fill;
+use crate::tenant::memory::FilledSegment;
+use crate::tenant::{Segment, Tenant, TenantSpec, serve};
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
 use pagefold_engine::random::finalize;
@@ -10,9 +13,6 @@ use pagefold_engine::units::{PAGE_SIZE, Vpn};
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
 use pagefold_report::activity::{ActivityCounters, Lifetime};
-use pagefold_workload::contents::fill;
-use pagefold_workload::memory::FilledSegment;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::time::{Duration, Instant};
@@ -49,7 +49,7 @@ impl Activity {
 
 /// Runs as a tenant that may have an activity.
 pub fn serve(spec: &str) -> ! {
-    pagefold_workload::serve_with(spec, |activity: Value| {
+    serve::serve(spec, |activity: Value| {
         let activity = serde_json::from_value(activity).context("cannot parse the tenant's activity")?;
         Ok(Box::new(ActivityState::new(activity)?))
     })
@@ -124,7 +124,7 @@ impl ActivityState {
     }
 }
 
-impl pagefold_workload::Activity for ActivityState {
+impl serve::Activity for ActivityState {
     fn begin(&mut self, now: Instant) {
         self.clock.began = Some(now);
         self.clock.due = Some(now);
@@ -259,7 +259,7 @@ fn merged(memory: &[u8]) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_workload::Activity as _;
+    use crate::tenant::serve::Activity as _;
 
     #[test]
     fn an_activity_goes_through_the_json_of_a_spec() {

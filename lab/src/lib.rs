@@ -5,7 +5,10 @@
 //! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
 //! | [`ksm_control`] | KSM, taken for an experiment |
 //! | [`interrupt`] | SIGINT and SIGTERM, for every wait |
+//! | [`tenant`] | programs with known memory |
 //! | [`activity`] | the things that a tenant does by itself |
+//! | `dialogue` | programs that answer commands line by line |
+//! | [`contents`] | contents of pages and databases |
 //! | [`programs`] | the real programs for experiments and records |
 //! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
 //! | [`recorder`] | records of running programs |
@@ -21,6 +24,8 @@
 pub mod activity;
 pub mod bench;
 pub mod commands;
+pub mod contents;
+mod dialogue;
 pub mod digests;
 pub mod fleet;
 pub mod generate;
@@ -34,6 +39,7 @@ pub mod scale;
 pub mod script;
 pub mod sketch_error;
 pub mod table;
+pub mod tenant;
 pub mod uksmd;
 
 pub use pagefold_report::{charts, columns, record};

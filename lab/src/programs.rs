@@ -34,11 +34,13 @@ pub use wordpress::{Site, Visitor, WordPress};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 pub use zram::{ZramSwap, swapped_out};
 
+use crate::dialogue::Dialogue;
+use crate::tenant::{Tenant, Verdict};
 use anyhow::{Context, bail, ensure};
 use pagefold_procmem::process::Process;
+use pagefold_programs::child::OwnedChild;
+pub(crate) use pagefold_programs::emulator::{QEMU, find, need};
 use pagefold_report::activity::ActivityCounters;
-pub(crate) use pagefold_workload::emulator::{QEMU, find, need};
-use pagefold_workload::{Dialogue, OwnedChild, Tenant, Verdict};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -9,8 +9,8 @@ use pagefold_host::scope::{ScopeSpec, Selector, resolve};
 use pagefold_lab::interrupt::Interrupt;
 use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
+use pagefold_lab::tenant::{Segment, Tenant, TenantSpec};
 use pagefold_procmem::Roots;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -32,6 +32,12 @@ fn mixed() -> TenantSpec {
         Segment::Same { pages: SAME, seed: 3 },
         Segment::Tails { pages: TAILS, seed: 3 },
     ])
+}
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_pagefold-lab");
+
+fn tenant() -> Tenant {
+    Tenant::start(Path::new(PROGRAM), &mixed()).unwrap()
 }
 
 /// Whether recording is possible. Reports a skipped test if not.
@@ -122,8 +128,8 @@ fn a_record_has_all_pages_and_their_changes() {
     if !can_record() {
         return;
     }
-    let mut pair = [tenant(&mixed()), tenant(&mixed())];
-    let pids = pids(&pair);
+    let mut pair = [tenant(), tenant()];
+    let pids = pair.each_ref().map(Tenant::pid);
     let mut recording = Recording::of_all(&pids);
     let [one, other] = [0, 1].map(|index| pages_of(&recording.state, process_of(&recording.state, pids[index])));
     assert_mixed(&one, &other);
@@ -171,7 +177,7 @@ fn processes_that_enter_the_scope_are_recorded() {
     // A unique name, so that tenants of other tests aren't in scope.
     let place = tempfile::tempdir().unwrap();
     let copy = place.path().join("tenant-that-joins");
-    fs::copy(victim_binary("tenant"), &copy).unwrap();
+    fs::copy(PROGRAM, &copy).unwrap();
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
     let mut recording = Recording::at(ScopeSpec(vec![Selector::Exe(copy.display().to_string())]), false);
@@ -237,8 +243,8 @@ fn an_anonymous_record_does_not_identify_processes() {
     if !can_record() {
         return;
     }
-    let pair = [tenant(&mixed()), tenant(&mixed())];
-    let scope = ScopeSpec::of_pids(pids(&pair));
+    let pair = [tenant(), tenant()];
+    let scope = ScopeSpec::of_pids(pair.each_ref().map(Tenant::pid));
     let [mut open, mut hidden] = [false, true].map(|anonymous| Recording::at(scope.clone(), anonymous));
     let shapes = |state: &State| {
         let rows = state.regions.values().map(|held| &held.row);
@@ -274,11 +280,11 @@ fn the_program_records_until_interrupted() {
     let place = tempfile::tempdir().unwrap();
     let file = place.path().join("pair.parquet");
     fs::write(&file, "a file that is replaced").unwrap();
-    let mut pair = [tenant(&mixed()), tenant(&mixed())];
-    let pids = pids(&pair);
+    let mut pair = [tenant(), tenant()];
+    let pids = pair.each_ref().map(Tenant::pid);
     let path = file.to_str().unwrap();
     let args = with_pids(&["record", "--json"], &pids, &["--every", "100ms", "--for", "10m", "-o", path]);
-    let mut recording = Daemon::of(std::process::Command::new(env!("CARGO_BIN_EXE_pagefold-lab")).args(&args));
+    let mut recording = Daemon::of(std::process::Command::new(PROGRAM).args(&args));
     for _ in 0..20 {
         std::thread::sleep(Duration::from_millis(100));
         pair[0].damage().unwrap();
@@ -336,7 +342,7 @@ fn the_program_prints_a_summary() {
     }
     let place = tempfile::tempdir().unwrap();
     let file = place.path().join("one.parquet");
-    let one = tenant(&mixed());
+    let one = tenant();
     let sleeper = Sleeper::start();
     let pids = format!("{},{}", one.pid(), sleeper.pid());
     let path = file.to_str().unwrap();

@@ -2,10 +2,10 @@
 
 use pagefold_engine::units::Pages;
 use pagefold_lab::activity::{Activity, counters};
+use pagefold_lab::tenant::{Segment, Tenant, TenantSpec, Verdict};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::process::Process;
 use pagefold_report::results::NAMES;
-use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

@@ -1,8 +1,6 @@
 //! Input that `pagefold run`, `unmerge` and `exec` must refuse with one line and an exit code, without changing
 //! anything.
 
-use pagefold_workload::Tenant;
-
 use pagefold_testkit::*;
 
 /// `run` and `unmerge` refuse this scope, and leave KSM alone.
@@ -102,8 +100,8 @@ fn targets_that_must_not_be_touched_are_refused() {
     run_refuses(&ksm, undumpable.pid(), "not dumpable");
 
     // A program on the deny list.
-    let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
-    let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
+    let agent = ProgramCopy::of(&victim_binary("holder"), "ssh-agent");
+    let agent = Holder::start_as(&agent, PAGES_PER_MIB);
     run_refuses(&ksm, agent.pid(), "deny list");
     assert_unmarked(&[idle.pid(), agent.pid()]);
 }

@@ -1,6 +1,5 @@
 //! The configuration file, the deny list and the audit log of a run.
 
-use pagefold_workload::Tenant;
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -64,7 +63,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     // The programs that a file selects needn't be running yet.
     let daemon = Daemon::start(&["run", "--json", "--for", "300s", "--config", config.name()]);
     wait_until("the run has begun", || Path::new(&audit).exists());
-    let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
+    let mut pair = [(); 2].map(|()| Holder::sharing(&program_file, 32, 4, 14));
     wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
@@ -158,9 +157,8 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     let audit = config.beside("audit.jsonl");
     config.write(&format!("[run]\ngovernor = \"full\"\n[audit]\nfile = \"{audit}\"\n"));
     let [first, second] = [ProgramCopy::unique(), ProgramCopy::unique()];
-    let start = |exe: &ProgramCopy| Tenant::start(exe, &spec(32, 4, 15)).unwrap();
-    let mut tenants = vec![start(&first), start(&first), start(&second), start(&second)];
-    let pids = pids(&tenants);
+    let mut holders = [&first, &first, &second, &second].map(|exe| Holder::sharing(exe, 32, 4, 15));
+    let pids = pids(&holders);
     let call =
         |command: &'static str, exe: &ProgramCopy| succeed(&[command, "--exe", exe.name(), "--config", config.name()]);
     let file = config.beside("pagefold.toml.d/enabled.toml");
@@ -204,7 +202,7 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     assert_fails(&enable, 1, "has its scope from its command line");
     assert!(!Path::new(&file).exists());
     ksm.end(daemon, &pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }
 
 /// Runs see a file at the default place in a mount namespace of their own.

@@ -1,6 +1,5 @@
 //! Requests to a running daemon: `pagefold status`, `explain`, `governor`, `pause`, `resume`, and the socket they use.
 
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
@@ -10,6 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 
 const SOCKET: &str = "/run/pagefold/control.sock";
@@ -41,19 +41,14 @@ fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
     Daemon::on(pids, &[&["--for", "300s"], options].concat()).answering()
 }
 
-fn same(mib: u64, seed: u64) -> TenantSpec {
-    TenantSpec::new([Segment::Same { pages: mib * PAGES_PER_MIB, seed }])
-}
-
-fn random(mib: u64) -> TenantSpec {
-    TenantSpec::new([Segment::Random { pages: mib * PAGES_PER_MIB, seed: 1 }])
-}
-
 #[test]
 fn status_and_explain_show_what_is_merged_and_why() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = [tenant(&same(48, 21)), tenant(&random(40))];
-    let pids = pids(&tenants);
+    let pages = 48 * PAGES_PER_MIB;
+    let mut alike = Holder::start(pages);
+    alike.change(Change::Write { first: 0, pages, content: 21, step: 0 });
+    let mut holders = [alike, Holder::sharing(&victim_binary("holder"), 0, 40, 21)];
+    let pids = pids(&holders);
     let daemon = daemon(&pids, &[]);
     wait_until("the memory is merged", || saved_bytes() >= 45 * MIB && status()["busy"] == false);
 
@@ -133,7 +128,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert!(watch.wait().unwrap().success());
 
     assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }
 
 #[test]
@@ -167,12 +162,11 @@ fn a_governor_takes_effect() {
 fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let exe = ProgramCopy::unique();
-    let spec = spec(32, 0, 22);
-    let first = Tenant::start(&exe, &spec).unwrap();
+    let first = Holder::sharing(&exe, 32, 0, 22);
     let daemon =
         Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--for", "300s"]).answering();
     assert_eq!(text_of(&["pause"]).lines().count(), 1);
-    let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
+    let mut pair = [first, Holder::sharing(&exe, 32, 0, 22)];
     let pids = pids(&pair);
     wait_until("both are in scope", || status()["processes"].as_array().unwrap().len() == 2);
     let before = status();

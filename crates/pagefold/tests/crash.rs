@@ -17,12 +17,11 @@ mod stuck;
 use aftermath::{assert_injectors_ended, assert_recoverable, assert_unharmed, knobs};
 use pagefold_ksm::lock::{LOCK_PATH, holder};
 use pagefold_procmem::os::fault;
-use pagefold_workload::Tenant;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-/// Memory that each tenant has in common with all others.
+/// Memory that each holder has in common with all others.
 const COMMON_MIB: u64 = 8;
 
 /// The duration of a quick run, and of another try if the first was too short because the processors are busy.
@@ -64,8 +63,8 @@ fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
 }
 
 /// Kills the program at a point, and checks that the next start can put everything right.
-fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, doctor: bool) {
-    let pids = pids(tenants);
+fn assert_survivable(ksm: &KsmAtRest, holders: &mut [Holder], point: &str, doctor: bool) {
+    let pids = pids(holders);
     let before = knobs();
     if point.starts_with("unmark") {
         let are_marked = TIMES.into_iter().any(|time| {
@@ -85,7 +84,7 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
         });
         assert!(is_reached, "{point} was never reached");
     }
-    assert_unharmed(tenants);
+    assert_unharmed(holders);
     assert_injectors_ended();
     assert_recoverable(&before);
     if doctor {
@@ -98,16 +97,16 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
     assert!(!Path::new("/run/pagefold/ksm-state.json.new").exists(), "{point}");
     ksm.give_back(&pids);
     assert_unmarked(&pids);
-    assert_intact(tenants);
+    assert_intact(holders);
 }
 
 /// Tests every fourth point, so that four tests can share the work. They take turns with KSM.
 fn every_fourth(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 60);
+    let mut holders = pair(COMMON_MIB, 0, 60);
     let points: Vec<&str> = faults::POINTS.iter().copied().chain(LATER).collect();
     for (at, point) in points.into_iter().enumerate().skip(from).step_by(4) {
-        assert_survivable(&ksm, &mut tenants, point, at / 4 % 3 > 0);
+        assert_survivable(&ksm, &mut holders, point, at / 4 % 3 > 0);
     }
 }
 
@@ -134,8 +133,8 @@ fn it_can_be_killed_at_any_point_4() {
 #[test]
 fn doctor_can_be_killed_at_any_point() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 61);
-    let pids = pids(&tenants);
+    let mut holders = pair(COMMON_MIB, 0, 61);
+    let pids = pids(&holders);
     for point in ["put-back:run", "was-put-back:run", "was-put-back:pages_to_scan", "state-closing", "state-closed"] {
         let before = knobs();
         assert_killed_at("turned:run", |fault| faulty_run(&pids, &QUICK, fault));
@@ -147,5 +146,5 @@ fn doctor_can_be_killed_at_any_point() {
         ksm.assert_knobs_restored();
         ksm.give_back(&pids);
     }
-    assert_unharmed(&mut tenants);
+    assert_unharmed(&mut holders);
 }

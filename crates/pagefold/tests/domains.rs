@@ -1,6 +1,5 @@
 //! Trust domains on the real kernel: the page tables show that no two domains share a frame.
 
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -30,8 +29,8 @@ fn shared_frames(pid: i32) -> BTreeSet<u64> {
     frames
 }
 
-fn frames_of(tenants: &[Tenant]) -> BTreeSet<u64> {
-    tenants.iter().flat_map(|tenant| shared_frames(tenant.pid())).collect()
+fn frames_of(holders: &[Holder]) -> BTreeSet<u64> {
+    holders.iter().flat_map(|holder| shared_frames(holder.pid())).collect()
 }
 
 /// Checks that no process of one group shares a frame with one of the other group.
@@ -53,18 +52,17 @@ fn is_marked(pids: &[i32]) -> bool {
 #[test]
 fn only_the_memory_of_one_domain_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let one = victim_binary("tenant");
+    let one = victim_binary("holder");
     let other = ProgramCopy::of(&one, "the-others");
     // All processes have the same 32 MiB, and the processes of each domain another 16 MiB in common.
-    let held = |own: u64| {
-        let pages = |mib: u64| mib * PAGES_PER_MIB;
-        TenantSpec::new([
-            Segment::Shared { pages: pages(32), seed: 50 },
-            Segment::Shared { pages: pages(16), seed: own },
-        ])
+    let start = |program: &Path, own: u64| {
+        [(); 2].map(|()| {
+            let mut holder = Holder::sharing(program, 32, 16, 50);
+            holder.write(32 * PAGES_PER_MIB, 16 * PAGES_PER_MIB, own << 32);
+            holder
+        })
     };
-    let start = |program: &Path, own| (0..2).map(|_| Tenant::start(program, &held(own)).unwrap()).collect::<Vec<_>>();
-    let (mut ones, mut others) = (start(&one, 51), start(&other, 52));
+    let (mut ones, mut others) = (start(&one, 0xd051), start(&other, 0xd052));
     let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
     let config = ConfigFile::new(rule);
     let options = options(&config);

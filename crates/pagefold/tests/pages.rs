@@ -1,6 +1,5 @@
 //! The web pages of `pagefold scan --html` and `pagefold top --html`, as a browser shows them.
 
-use pagefold_workload::{Segment, TenantSpec};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -22,12 +21,13 @@ fn hostile() -> Script {
 
 const NAME: &str = "&lt;img src=x&gt;";
 
-fn memory(seed: u64) -> TenantSpec {
-    TenantSpec::new([
-        Segment::Shared { pages: 24 * PAGES_PER_MIB, seed: 1 },
-        Segment::Random { pages: 12 * PAGES_PER_MIB, seed },
-        Segment::Zero { pages: 8 * PAGES_PER_MIB },
-    ])
+/// Two processes with memory in common, memory of their own, and zeros.
+fn holders() -> [Holder; 2] {
+    let mut holders = pair(24, 20, 1);
+    for holder in &mut holders {
+        holder.zero(36 * PAGES_PER_MIB, 8 * PAGES_PER_MIB);
+    }
+    holders
 }
 
 #[test]
@@ -38,8 +38,8 @@ fn a_browser_shows_the_page_of_a_scan() {
     }
     // Beside another test's run, another command works, or none.
     let Some(_ksm) = KsmAtRest::take() else { return };
-    let (tenants, hostile) = ([tenant(&memory(2)), tenant(&memory(3))], hostile());
-    let pids = [pids(&tenants), vec![hostile.pid()]].concat();
+    let (holders, hostile) = (holders(), hostile());
+    let pids = [pids(&holders), vec![hostile.pid()]].concat();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("scan.html");
     succeed(&with_pids(&["scan"], &pids, &["--html", file.to_str().unwrap()]));
@@ -62,8 +62,8 @@ fn a_browser_shows_the_page_of_a_scan() {
 fn a_browser_shows_the_page_of_a_run_and_its_history() {
     let Some(browser) = Browser::new() else { return };
     let Some(_ksm) = KsmAtRest::take() else { return };
-    let (mut tenants, hostile) = ([tenant(&memory(2)), tenant(&memory(3))], hostile());
-    let pids = [pids(&tenants), vec![hostile.pid()]].concat();
+    let (mut holders, hostile) = (holders(), hostile());
+    let pids = [pids(&holders), vec![hostile.pid()]].concat();
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let (history, page, later) = (path("history"), path("top.html"), path("later.html"));
@@ -104,5 +104,5 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     fs::write(&history, "").unwrap();
     assert_refused(&top(&later), 8, "nor can the history be read");
     unmerge(&pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }

@@ -2,7 +2,6 @@
 //! then the daemon must answer requests, merge, and end in time.
 
 use pagefold_testkit::*;
-use pagefold_workload::Tenant;
 use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Write};
@@ -67,15 +66,15 @@ fn full_queue(path: &Path) -> UnixDatagram {
 
 /// Two programs to merge, and one that the daemon leaves alone with a message. The configuration is empty.
 struct Programs {
-    pair: [Tenant; 2],
-    left_alone: Tenant,
+    pair: [Holder; 2],
+    left_alone: Holder,
     config: ConfigFile,
 }
 
 impl Programs {
     fn start(seed: u64) -> Self {
-        let agent = ProgramCopy::of(&victim_binary("tenant"), "ssh-agent");
-        let left_alone = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
+        let agent = ProgramCopy::of(&victim_binary("holder"), "ssh-agent");
+        let left_alone = Holder::start_as(&agent, PAGES_PER_MIB);
         Self { pair: pair(COMMON_MIB, 0, seed), left_alone, config: ConfigFile::new("") }
     }
 

@@ -1,6 +1,5 @@
 //! `pagefold run`, `exec` and `unmerge` on the real kernel, with processes that check every byte of their memory.
 
-use pagefold_workload::Tenant;
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -30,11 +29,11 @@ fn wait_for_kick() {
 
 /// Unmerges everything and checks that all is as it was before.
 #[track_caller]
-fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
-    let pids = pids(tenants);
+fn give_back(ksm: &KsmAtRest, holders: &mut [Holder]) {
+    let pids = pids(holders);
     ksm.give_back(&pids);
     assert_unmarked(&pids);
-    assert_intact(tenants);
+    assert_intact(holders);
 }
 
 #[track_caller]
@@ -50,10 +49,10 @@ fn doctor(args: &[&str], parts: &[&str]) {
 }
 
 /// Merges until this much is saved and nothing is left to do. Returns the run's summary.
-fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
-    let daemon = Daemon::on(&pids(tenants), &[]).answering();
+fn merged(holders: &mut [Holder], savable: u64) -> Value {
+    let daemon = Daemon::on(&pids(holders), &[]).answering();
     wait_until("all is merged", || {
-        assert_intact(tenants);
+        assert_intact(holders);
         saved_bytes() >= savable && status()["busy"] == false
     });
     daemon.signal(libc::SIGINT);
@@ -199,14 +198,13 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup_or_its_name() {
         return skip_unsupported("no control groups are mounted");
     };
     let exe = ProgramCopy::unique();
-    let spec = spec(32, 8, 5);
     for scope in [["--cgroup", cgroup.path.to_str().unwrap()], ["--exe", exe.name()]] {
-        let first = Tenant::start(&exe, &spec).unwrap();
+        let first = Holder::sharing(&exe, 32, 8, 5);
         cgroup.add(first.pid());
         let daemon = Daemon::start(&[&["run", "--json", "--governor", "full", "--for", "300s"], &scope[..]].concat());
         wait_until_begun();
         std::thread::sleep(Duration::from_secs(1));
-        let (second, outsider) = (Tenant::start(&exe, &spec).unwrap(), tenant(&spec));
+        let (second, outsider) = (Holder::sharing(&exe, 32, 8, 5), Holder::sharing(&victim_binary("holder"), 32, 8, 5));
         cgroup.add(second.pid());
         wait_for_saving(32 * MIB);
         let summary = daemon.stop();
@@ -226,7 +224,7 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup_or_its_name() {
 #[test]
 fn a_run_ends_when_all_named_processes_have_ended() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let last = tenant(&spec(1, 0, 8));
+    let last = Holder::with(PAGES_PER_MIB, 8);
     let daemon = Daemon::on(&[last.pid()], &[]);
     wait_until_begun();
     drop(last);
@@ -296,23 +294,12 @@ fn ksm_that_another_program_uses_is_left_alone() {
 #[test]
 fn a_program_started_by_exec_is_merged_without_a_stop() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // A script that starts the program through exec, with the arguments of a tenant.
-    let dir = tempfile::tempdir().unwrap();
-    let starter = dir.path().join("starter");
-    let tenant = victim_binary("tenant");
-    let script = format!("#!/bin/sh\nexec '{}' exec -- '{}' \"$@\"\n", program().display(), tenant.display());
-    std::fs::write(&starter, script).unwrap();
-    std::fs::set_permissions(&starter, PermissionsExt::from_mode(0o755)).unwrap();
-    let spec = spec(32, 8, 11);
-    let is_busy = |error: &std::io::Error| error.kind() == std::io::ErrorKind::ExecutableFileBusy;
+    let exe = victim_binary("holder");
     let mut pair = [(); 2].map(|()| {
-        loop {
-            match Tenant::start(&starter, &spec) {
-                // A process forked by another test still has the script open for writing.
-                Err(error) if error.root_cause().downcast_ref().is_some_and(is_busy) => std::thread::yield_now(),
-                tenant => break tenant.unwrap(),
-            }
-        }
+        let mut command = Command::new(program());
+        let mut holder = Holder::by(command.args(["exec", "--"]).arg(&exe), 40 * PAGES_PER_MIB);
+        holder.write(0, 32 * PAGES_PER_MIB, 11 << 32);
+        holder
     });
     let pids = pids(&pair);
     for &pid in &pids {

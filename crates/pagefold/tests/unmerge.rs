@@ -3,21 +3,20 @@
 
 use pagefold_testkit::injection::Victim;
 use pagefold_testkit::*;
-use pagefold_workload::Tenant;
 use serde_json::{Value, json};
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Memory that each tenant has in common with others.
+/// Memory that each holder has in common with others.
 const COMMON_MIB: u64 = 32;
 /// How much of that memory must be merged at least.
 const MERGED: u64 = 31 * MIB;
 /// Long enough for several rounds with governor full.
 const A_WHILE: Duration = Duration::from_secs(6);
 
-fn same(seed: u64, number: usize) -> Vec<Tenant> {
-    (0..number).map(|_| tenant(&spec(COMMON_MIB, 2, seed))).collect()
+fn same(seed: u64, number: usize) -> Vec<Holder> {
+    (0..number).map(|_| Holder::sharing(&victim_binary("holder"), COMMON_MIB, 2, seed)).collect()
 }
 
 /// The reason why the daemon leaves a process alone.
@@ -32,8 +31,8 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let audit = dir.path().join("audit.jsonl");
-    let mut tenants = same(90, 3);
-    let pids = pids(&tenants);
+    let mut holders = same(90, 3);
+    let pids = pids(&holders);
     let flags = ["--governor", "full", "--audit", audit.to_str().unwrap()];
     let daemon = Daemon::on(&pids, &flags).answering();
     wait_until_merged(&pids, MERGED);
@@ -51,7 +50,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     assert_eq!(summary["processes"][0]["failed"], Value::Null);
     assert!(summary["unmarked_bytes"].as_u64().unwrap() >= MERGED);
     assert_eq!(summary["kept_out"], format!("--pid {}", pids[0]));
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 
     // The process stays out, and the others stay merged.
     std::thread::sleep(A_WHILE);
@@ -88,7 +87,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     assert_eq!((left_alone(pids[0]), &status()["kept_out"]), (None, &json!([])));
     assert_fails(&["include", "--pid", &pids[0].to_string()], 5, "is kept out");
     assert_eq!(daemon.stop()["knobs_restored"], true);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
     ksm.give_back(&pids);
 }
 
@@ -129,8 +128,8 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
 #[test]
 fn excluded_processes_stay_out_after_a_restart_until_they_are_included() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = same(96, 4);
-    let pids = pids(&tenants);
+    let mut holders = same(96, 4);
+    let pids = pids(&holders);
     let by_pid = |at: usize| ["--pid".to_owned(), pids[at].to_string()];
     let command = |name: &'static str, at: usize| {
         let [flag, pid] = by_pid(at);
@@ -166,15 +165,15 @@ fn excluded_processes_stay_out_after_a_restart_until_they_are_included() {
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids, MERGED);
     ksm.end(daemon, &pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }
 
 /// The daemon also unmerges processes out of its scope: here, memory that a program has marked itself.
 #[test]
 fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = same(92, 2);
-    let pids = pids(&tenants);
+    let mut holders = same(92, 2);
+    let pids = pids(&holders);
     let mut outsider = Holder::duplicated(8 * PAGES_PER_MIB);
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids, MERGED);
@@ -186,14 +185,14 @@ fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     assert_eq!(status()["processes"].as_array().unwrap().len(), 2, "it is no target any more");
     assert!(are_merged(&pids, MERGED));
     ksm.end(daemon, &pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }
 
 #[test]
 fn bad_requests_change_nothing_and_say_why() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = same(93, 2);
-    let pids = pids(&tenants);
+    let mut holders = same(93, 2);
+    let pids = pids(&holders);
     assert_fails(&["include", "--pid", &pids[0].to_string()], 5, "is kept out");
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids, MERGED);
@@ -211,15 +210,15 @@ fn bad_requests_change_nothing_and_say_why() {
     assert_eq!(status()["kept_out"], json!([]));
     assert!(are_merged(&pids, MERGED));
     ksm.end(daemon, &pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
 }
 
 /// If the daemon is killed while it unmerges, one line says so, and then the same command works without a daemon.
 #[test]
 fn the_death_of_the_daemon_is_reported_in_one_line() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = same(94, 2);
-    let pids = pids(&tenants);
+    let mut holders = same(94, 2);
+    let pids = pids(&holders);
     let mut command = Command::new(program());
     command.args(with_pids(&["run", "--json", "--governor", "full"], &pids, &[]));
     let daemon = Daemon::of(command.env(pagefold_procmem::os::fault::VARIABLE, "unmarked=kill")).answering();
@@ -229,7 +228,7 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     assert_eq!(daemon.end().signal, Some(libc::SIGKILL));
     unmerge(&pids);
     assert_unmarked(&pids);
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
     succeed(&["doctor", "--fix"]);
     ksm.assert_restored();
 }
@@ -242,8 +241,8 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
         Ok(victim) => victim,
         Err(why) => return skip(why),
     };
-    let mut tenants = same(95, 2);
-    let innocent = pids(&tenants);
+    let mut holders = same(95, 2);
+    let innocent = pids(&holders);
     let all = [&[victim.pid()], &innocent[..]].concat();
     assert!(victim.pid() < innocent[0], "it is tried first");
     let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
@@ -270,9 +269,9 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
     let summary: Value = serde_json::from_str(&ended.output).unwrap();
     assert_eq!(row(&summary["processes"], "pid", innocent[0])["failed"], Value::Null, "{summary}");
     assert!(row(&summary["processes"], "pid", victim.pid())["failed"].is_string(), "{summary}");
-    assert_intact(&mut tenants);
+    assert_intact(&mut holders);
     drop(victim);
-    drop(tenants);
+    drop(holders);
     // Without the locked program, ksmd scans, and the deferred knob is restored.
     ksm.give_back(&[Sleeper::start().pid()]);
 }

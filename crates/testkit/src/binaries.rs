@@ -38,9 +38,9 @@ impl ProgramCopy {
         Self { _dir: dir, path }
     }
 
-    /// A copy of the tenants' program under a name that no other program has.
+    /// A copy of the program `holder` under a name that no other program has.
     pub fn unique() -> Self {
-        Self::of(&victim_binary("tenant"), &format!("pagefold-test-{}", std::process::id()))
+        Self::of(&victim_binary("holder"), &format!("pagefold-test-{}", std::process::id()))
     }
 
     /// The path of the copy as an argument.

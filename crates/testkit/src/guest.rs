@@ -2,7 +2,7 @@
 //! isn't available everywhere.
 
 use crate::{binaries::victim_binary, pagefold::output_of, skip};
-use pagefold_workload::emulator::{Emulator, Image, kernel_for};
+use pagefold_programs::emulator::{Emulator, Image, kernel_for};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

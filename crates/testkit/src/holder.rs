@@ -1,7 +1,7 @@
 //! A handle of the victim `holder`, a process that writes its memory page by page as a test says.
 
-use crate::{Script, victim_binary};
-use pagefold_workload::contents;
+use crate::{PAGES_PER_MIB, Script, victim_binary};
+use pagefold_engine::random::{Random, finalize};
 use std::path::Path;
 use std::process::Command;
 
@@ -17,17 +17,27 @@ pub enum Change {
 /// Contents with this bit differ from each other in only one word.
 pub const ALIKE: u64 = 1 << 63;
 
+/// Contents with this bit are those of [`Holder::sharing`], by seed.
+const COMMON: u64 = 1 << 62;
+
 /// Fills a page with a content. The same number gives the same bytes; 0 gives zeros.
 pub fn fill(page: &mut [u8], content: u64) {
     match content {
         0 => page.fill(0),
         content if content & ALIKE != 0 => {
-            contents::fill(page, 0, ALIKE);
+            fill_randomly(page, ALIKE);
             let words = page.len() as u64 / 8;
             let at = usize::try_from(content % words * 8).expect("an offset");
             page[at..at + 8].copy_from_slice(&content.to_ne_bytes());
         }
-        content => contents::fill(page, 0, content),
+        content => fill_randomly(page, content),
+    }
+}
+
+fn fill_randomly(page: &mut [u8], seed: u64) {
+    let mut words = Random::new(finalize(seed));
+    for word in page.chunks_exact_mut(8) {
+        word.copy_from_slice(&words.next().to_ne_bytes());
     }
 }
 
@@ -66,6 +76,15 @@ impl Holder {
     pub fn with_as(program: &Path, pages: u64, content: u64) -> Self {
         let mut holder = Self::start_as(program, pages);
         holder.write(0, pages, content);
+        holder
+    }
+
+    /// Starts a copy of the program with memory that all with the same `seed` have in common, and memory of its own.
+    pub fn sharing(program: &Path, common_mib: u64, own_mib: u64, seed: u64) -> Self {
+        let (common, own) = (common_mib * PAGES_PER_MIB, own_mib * PAGES_PER_MIB);
+        let mut holder = Self::start_as(program, common + own);
+        holder.write(0, common, COMMON | (seed << 32));
+        holder.write(common, own, holder.unique_content());
         holder
     }
 
@@ -167,4 +186,19 @@ impl Holder {
 fn answer(program: &mut Script) -> u64 {
     let line = program.line();
     line.parse().unwrap_or_else(|_| panic!("the holder answered {line:?}"))
+}
+
+/// Two processes, see [`Holder::sharing`].
+pub fn pair(common_mib: u64, own_mib: u64, seed: u64) -> [Holder; 2] {
+    [(); 2].map(|()| Holder::sharing(&victim_binary("holder"), common_mib, own_mib, seed))
+}
+
+pub fn pids(holders: &[Holder]) -> Vec<i32> {
+    holders.iter().map(Holder::pid).collect()
+}
+
+/// Asserts that every byte of their memory is as written.
+#[track_caller]
+pub fn assert_intact(holders: &mut [Holder]) {
+    assert!(holders.iter_mut().all(Holder::is_intact));
 }

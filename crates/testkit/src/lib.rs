@@ -12,7 +12,6 @@
 //! | [`cgroup`] | a test's own control groups, and freezers |
 //! | [`limit`] | control groups that limit memory |
 //! | [`namespace`] | mount namespaces, and file systems that we can freeze |
-//! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`faults`] | the points at which tests make pagefold fail or die |
 //! | [`golden`] | texts that we keep as files and compare |
@@ -24,7 +23,6 @@
 //! | --- | --- |
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
-//! | `tenant` | holds the memory that a [`pagefold_workload::TenantSpec`] describes |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
 //! | `guest_init` | the `/init` of emulated machines: runs a command |
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
@@ -45,19 +43,18 @@ pub mod pagefold;
 pub mod process;
 pub mod shuffler;
 pub mod skip;
-pub mod tenants;
 
 pub use binaries::{ProgramCopy, program, victim_binary};
 pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
-pub use holder::Holder;
+pub use holder::{Holder, assert_intact, pair, pids};
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use namespace::{Disk, Namespace};
 pub use pagefold::{
     ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, children_of,
     injector_on, json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
 };
-pub use pagefold_workload::OwnedChild;
+pub use pagefold_programs::child::OwnedChild;
 pub use process::{
     Forked, Marks, Script, Sleeper, Tracer, are_merged, as_other_user, assert_unmarked, can_read_pages, exists,
     has_huge_pages, has_kernel_threads, has_merge_any, held, is_root, kib, marks, send, state, status_field, tids,
@@ -65,7 +62,6 @@ pub use process::{
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};
-pub use tenants::{assert_intact, pair, pids, spec, tenant};
 
 pub const MIB: u64 = 1 << 20;
 pub const PAGES_PER_MIB: u64 = 256;

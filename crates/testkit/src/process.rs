@@ -3,7 +3,7 @@
 use crate::skip::{skip, skip_unsupported};
 use pagefold_procmem::os::fields::{self, field, number};
 use pagefold_procmem::process::Process;
-use pagefold_workload::OwnedChild;
+use pagefold_programs::child::OwnedChild;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

@@ -130,7 +130,7 @@ impl Running {
             Ok(Some(status)) => Ok(status),
             late => {
                 self.terminate();
-                pagefold_workload::end_child(&mut self.child, Duration::from_secs(30));
+                pagefold_programs::child::end_child(&mut self.child, Duration::from_secs(30));
                 late?;
                 bail!("did not end within {limit:?}")
             }
@@ -141,7 +141,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.terminate();
-        pagefold_workload::end_child(&mut self.child, Duration::from_secs(30));
+        pagefold_programs::child::end_child(&mut self.child, Duration::from_secs(30));
     }
 }
 

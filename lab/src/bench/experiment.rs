@@ -39,11 +39,11 @@ use crate::bench::policy::{
 use crate::bench::report::{ExperimentReport, Failure, Limit, MachineDescription, PolicyRun};
 use crate::interrupt::Interrupt;
 use crate::programs::{Notes, Target, answers};
+use crate::tenant::{Segment, Tenant, TenantSpec, Verdict};
 use anyhow::ensure;
 use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_ksm::request::DEVICE;
-use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use rounds::sort_runs;
 use std::path::Path;
 

@@ -7,7 +7,7 @@
 
 use anyhow::{Context, ensure};
 use pagefold_engine::units::whole;
-use pagefold_workload::OwnedChild;
+use pagefold_programs::child::OwnedChild;
 use std::io::{BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};

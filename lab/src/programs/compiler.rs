@@ -5,7 +5,7 @@ use super::working_guest::{compiler_proper, source_text};
 use super::{gcc, output_of};
 use crate::interrupt::Interrupt;
 use anyhow::{Context, ensure};
-use pagefold_workload::OwnedChild;
+use pagefold_programs::child::OwnedChild;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;

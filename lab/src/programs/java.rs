@@ -1,8 +1,8 @@
 //! Java servers whose heap changes constantly.
 
 use super::{Target, need, output_of};
+use crate::dialogue::Dialogue;
 use anyhow::{Context, ensure};
-use pagefold_workload::Dialogue;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};

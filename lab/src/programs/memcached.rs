@@ -1,8 +1,8 @@
 //! memcached servers with the same entries.
 
 use super::{Server, Target, need};
+use crate::contents::printable;
 use anyhow::{Context, ensure};
-use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};

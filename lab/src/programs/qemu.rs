@@ -1,9 +1,9 @@
 //! Emulated guests: we boot one, and restore any number from its snapshot, then change each individually.
 
 use super::Answering;
+use crate::dialogue::Dialogue;
 use anyhow::{Context, bail, ensure};
-use pagefold_workload::Dialogue;
-use pagefold_workload::emulator::{Emulator, cache};
+use pagefold_programs::emulator::{Emulator, cache};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

@@ -2,9 +2,9 @@
 
 use super::{Server, Target, find, need};
 use crate::bench::load::OpenLoop;
+use crate::contents::printable;
 use anyhow::{Context, bail, ensure};
 use pagefold_engine::permutation::Permutation;
-use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;

@@ -6,11 +6,11 @@ mod http;
 
 use super::{MariaDbData, Server, Target, entries, need, output_of, wait_for_ends};
 use crate::bench::daemon::children;
+use crate::contents::printable;
 use anyhow::{Context, bail, ensure};
 use nix::sched::{CloneFlags, setns};
 use pagefold_procmem::process::Process;
-use pagefold_workload::contents::printable;
-use pagefold_workload::emulator::cache;
+use pagefold_programs::emulator::cache;
 use std::fs::{self, File};
 use std::net::TcpStream;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -4,10 +4,10 @@
 //! [`super::GuestImage`] restores its guests from a snapshot, but each of these boots.
 
 use super::{gcc, output_of};
+use crate::contents::printable;
+use crate::dialogue::Dialogue;
 use anyhow::{Context, bail, ensure};
-use pagefold_workload::Dialogue;
-use pagefold_workload::contents::printable;
-use pagefold_workload::emulator::{Emulator, Image, kernel_for};
+use pagefold_programs::emulator::{Emulator, Image, kernel_for};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};

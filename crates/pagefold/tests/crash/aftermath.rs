@@ -21,18 +21,18 @@ pub fn assert_recoverable(before: &[(&str, u64)]) {
     assert_eq!(lock, None);
 }
 
-/// The tenants are not stopped, not traced, and every byte is right.
+/// The holders are not stopped, not traced, and every byte is right.
 #[track_caller]
-pub fn assert_unharmed(tenants: &mut [Tenant]) {
-    for tenant in tenants.iter() {
-        let pid = tenant.pid();
-        // The injector may just be about to release the tenant.
+pub fn assert_unharmed(holders: &mut [Holder]) {
+    for holder in holders.iter() {
+        let pid = holder.pid();
+        // The injector may just be about to release the holder.
         wait_until("it is not traced", || {
             fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n")
         });
         wait_until("it is not stopped", || matches!(state(pid), b'S' | b'R'));
     }
-    assert_intact(tenants);
+    assert_intact(holders);
 }
 
 /// Waits until all injectors of this program have ended.

@@ -34,24 +34,24 @@ impl SmallRun {
 fn no_knob_is_changed_if_the_state_file_cannot_be_written() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 62);
+    let mut holders = pair(COMMON_MIB, 0, 62);
     run.fill();
-    let left = Daemon::of(&mut run.pagefold(&with_pids(&["run"], &pids(&tenants), &QUICK))).end();
+    let left = Daemon::of(&mut run.pagefold(&with_pids(&["run"], &pids(&holders), &QUICK))).end();
     assert_eq!(left.code, Some(1), "{left:?}");
     assert!(left.errors.contains("ksm-state.json") && left.errors.contains("No space left"), "{left:?}");
     assert!(left.errors.starts_with("pagefold: ") && left.errors.lines().count() == 1, "{left:?}");
     assert!(!run.shell("ls /run/pagefold").contains("json"), "{}", run.shell("ls -l /run/pagefold"));
     ksm.assert_restored();
-    assert_unmarked(&pids(&tenants));
-    assert_unharmed(&mut tenants);
+    assert_unmarked(&pids(&holders));
+    assert_unharmed(&mut holders);
 }
 
 #[test]
 fn everything_is_restored_on_a_full_disk() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 63);
-    let pids = pids(&tenants);
+    let mut holders = pair(COMMON_MIB, 0, 63);
+    let pids = pids(&holders);
     for killed in [false, true] {
         let daemon = Daemon::of(&mut run.pagefold(&with_pids(&["run"], &pids, &["--json"])));
         wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
@@ -69,5 +69,5 @@ fn everything_is_restored_on_a_full_disk() {
         ksm.assert_restored();
     }
     assert_unmarked(&pids);
-    assert_unharmed(&mut tenants);
+    assert_unharmed(&mut holders);
 }

@@ -50,8 +50,8 @@ fn is_honest(fault: &str, left: &Ended, quiet: bool) {
     }
 }
 
-fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
-    let pids = pids(tenants);
+fn fails(ksm: &KsmAtRest, holders: &mut [Holder], fault: &str) {
+    let pids = pids(holders);
     let before = knobs();
     let name = fault.split(['@', '=']).next().unwrap();
     let injected = tempfile::NamedTempFile::new().unwrap();
@@ -76,7 +76,7 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
     }
     assert!(is_injected(), "{fault}: no fault was injected: {left:?}");
     is_honest(fault, &left, WITH_FALLBACK.contains(&name));
-    assert_unharmed(tenants);
+    assert_unharmed(holders);
     assert_injectors_ended();
     assert_recoverable(&before);
     // If the fault kept knobs from being restored, the run must have said so, and a run without the fault restores
@@ -94,7 +94,7 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
 /// it tests both ways.
 fn every_third(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 65);
+    let mut holders = pair(COMMON_MIB, 0, 65);
     let all = std::env::var_os("PAGEFOLD_CRASH_ALL").is_some();
     for (at, read) in faults::READS.iter().enumerate().skip(from).step_by(3) {
         for (start, later) in [("EIO", "ENOMEM"), ("ENOMEM", "EIO")]
@@ -102,9 +102,9 @@ fn every_third(from: usize) {
             .skip(if all { 0 } else { at % 2 })
             .take(if all { 2 } else { 1 })
         {
-            fails(&ksm, &mut tenants, &format!("{read}={start}"));
+            fails(&ksm, &mut holders, &format!("{read}={start}"));
             if let Some(middle) = middle(read) {
-                fails(&ksm, &mut tenants, &format!("{read}@{middle}={later}"));
+                fails(&ksm, &mut holders, &format!("{read}@{middle}={later}"));
             }
         }
     }
@@ -128,9 +128,9 @@ fn any_read_can_fail_3() {
 #[test]
 fn any_write_can_fail() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 66);
+    let mut holders = pair(COMMON_MIB, 0, 66);
     for fault in ["state=ENOSPC", "state@3=ENOSPC", "state@5=EIO", "knob=EIO", "knob@4=EIO", "knob@7=EIO"] {
-        fails(&ksm, &mut tenants, &format!("write:{fault}"));
+        fails(&ksm, &mut holders, &format!("write:{fault}"));
     }
 }
 
@@ -138,8 +138,8 @@ fn any_write_can_fail() {
 #[test]
 fn doctor_does_not_report_success_if_a_read_fails() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = pair(COMMON_MIB, 0, 67);
-    let pids = pids(&tenants);
+    let mut holders = pair(COMMON_MIB, 0, 67);
+    let pids = pids(&holders);
     assert_killed_at("turned:run", |fault| faulty_run(&pids, &QUICK, fault));
     for fault in ["read:boot_id=EIO", "read:state=EIO", "read:stat=ENOMEM"] {
         let left = faulty(&["doctor"], fault).end();
@@ -151,5 +151,5 @@ fn doctor_does_not_report_success_if_a_read_fails() {
     }
     succeed(&["doctor", "--fix"]);
     ksm.give_back(&pids);
-    assert_unharmed(&mut tenants);
+    assert_unharmed(&mut holders);
 }

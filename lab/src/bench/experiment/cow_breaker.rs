@@ -7,8 +7,8 @@ use crate::bench::metric;
 use crate::bench::page_tables::mean_saved_bytes;
 use crate::bench::policy::{KsmSteered, NoMerging, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::tenant::Segment;
 use pagefold_engine::units::{Permyriad, whole};
-use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",

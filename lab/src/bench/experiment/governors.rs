@@ -6,7 +6,7 @@ use crate::bench::metric;
 use crate::bench::policy::{Enough, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::largest_share;
-use pagefold_workload::Segment;
+use crate::tenant::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "governors",

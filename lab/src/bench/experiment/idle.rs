@@ -6,7 +6,7 @@ use crate::bench::metric;
 use crate::bench::policy::{Pagefold, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::spent_between;
-use pagefold_workload::Segment;
+use crate::tenant::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "idle",

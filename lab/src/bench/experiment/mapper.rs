@@ -4,7 +4,7 @@ use super::{Experiment, ExperimentSetting, PolicySequence, Targets, mib, quotien
 use crate::activity::Activity;
 use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
-use pagefold_workload::Segment;
+use crate::tenant::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "mapper",

@@ -8,9 +8,9 @@ use crate::bench::page_tables::{self, mean_saved_bytes};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{Enough, GovernedUksm, Kernel, KsmEverything, KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{ExperimentReport, Limit};
+use crate::tenant::{Segment, Tenant, TenantSpec};
 use pagefold_engine::units::{Bytes, Pages, whole};
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {

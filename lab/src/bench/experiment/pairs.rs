@@ -4,7 +4,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, KSM_EVERYTHING, KsmEverything, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
-use pagefold_workload::Segment;
+use crate::tenant::Segment;
 use std::collections::BTreeMap;
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -8,8 +8,8 @@ use crate::bench::guest::GuestMachine;
 use crate::bench::policy::{Enough, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::{HeldFile, PYTHON, RedisData, Target, python_files, scratch};
+use crate::tenant::Segment;
 use pagefold_engine::units::Bytes;
-use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "programs-on-request",

@@ -5,7 +5,7 @@ use crate::bench::metric::{CPU_VS, SAVED_VS};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, scratch};
-use pagefold_workload::Segment;
+use crate::tenant::Segment;
 
 /// The databases alone. Most scanned memory merges, and merging costs every policy the same, so even the oracle takes
 /// most of KSM's time.

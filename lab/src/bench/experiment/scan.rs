@@ -7,6 +7,7 @@ use crate::bench::frames::open_all;
 use crate::bench::marks::eligible_mappings;
 use crate::bench::measures::median;
 use crate::bench::report::{ExperimentReport, Limit};
+use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -16,7 +17,6 @@ use pagefold_engine::units::PAGE_SIZE;
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -8,9 +8,9 @@ use crate::bench::measures::Spread;
 use crate::bench::metric;
 use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit};
+use crate::tenant::Tenant;
 use anyhow::Context;
 use pagefold_engine::units::{Pages, whole};
-use pagefold_workload::Tenant;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -5,8 +5,8 @@ use crate::bench::metric::SAVED_PER_CPU_SECOND_VS;
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmAdvisor, KsmPaced, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
+use crate::tenant::Segment;
 use pagefold_engine::units::Pages;
-use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "static-mix",

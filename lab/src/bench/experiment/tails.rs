@@ -10,10 +10,10 @@ use crate::bench::policy::ksm::mark_eligible;
 use crate::bench::policy::{Enough, KsmEverything, KsmPaced, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Failure};
 use crate::ksm_control::KsmForExperiment;
+use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::ensure;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Instant;
 
 pub const EXPERIMENT: Experiment = Experiment {

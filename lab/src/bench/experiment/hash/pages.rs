@@ -1,9 +1,10 @@
 //! The sets of pages to hash.
 
+use crate::contents::fill;
+use crate::contents::{fill_but_tail, printable};
 use pagefold_engine::hash::PageBytes;
 use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
-use pagefold_workload::contents::{fill, fill_but_tail, printable};
 
 /// A page at an aligned address, so its cache lines are the processor's.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -6,7 +6,7 @@ use crate::bench::experiment::ExperimentSetting;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::report::ExperimentReport;
 use crate::programs::need;
-use pagefold_workload::emulator::kernel_for;
+use pagefold_programs::emulator::kernel_for;
 
 /// The memory of each node, MiB: multiples of 128 MiB, the memory blocks that the kernel assigns to nodes. Any node may
 /// hold the programs in this machine's file system (400 MiB if unoptimized): they go to the node of the processor that

@@ -1,8 +1,8 @@
 //! The main loop of a tenant.
 
-use crate::memory::FilledSegment;
-use crate::spec::TenantSpec;
-use anyhow::{Context, bail};
+use super::TenantSpec;
+use super::memory::FilledSegment;
+use anyhow::Context;
 use serde_json::Value;
 use std::io::{self, BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -43,12 +43,7 @@ pub type StartActivity = fn(Value) -> anyhow::Result<Box<dyn Activity>>;
 /// | `begin` | starts the activity | `ok` |
 /// | `counters` | | the activity's counters as JSON |
 /// | `quit` | ends | |
-pub fn serve(spec: &str) -> ! {
-    serve_with(spec, |_| bail!("this program has no activities"))
-}
-
-/// Like [`serve`], for a program with activities of its own.
-pub fn serve_with(spec: &str, start: StartActivity) -> ! {
+pub fn serve(spec: &str, start: StartActivity) -> ! {
     let code = match run(spec, start) {
         Ok(()) => 0,
         Err(error) => {

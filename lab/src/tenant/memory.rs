@@ -1,7 +1,8 @@
 //! Memory that we fill as a [`Segment`] says.
 
-use crate::contents::{fill, fill_but_tail};
-use crate::spec::Segment;
+use super::Segment;
+use crate::contents::fill;
+use crate::contents::fill_but_tail;
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
 use pagefold_engine::random::finalize;

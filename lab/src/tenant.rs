@@ -1,10 +1,9 @@
-//! A handle of a running tenant.
+//! Tenants: processes that hold exactly the memory that their [`TenantSpec`] describes, and can check every byte of it.
 //!
-//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when
+//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`serve`](mod@serve)). It ends when
 //! its standard input closes, so it never outlives the process that started it.
 
 use crate::dialogue::{Dialogue, READY};
-use crate::spec::TenantSpec;
 use anyhow::{Context, bail, ensure};
 use pagefold_engine::units::Pages;
 use serde::de::DeserializeOwned;
@@ -12,6 +11,12 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
+
+pub mod memory;
+pub mod serve;
+mod spec;
+
+pub use spec::{Segment, TenantSpec};
 
 /// How long an answer may take. Filling 4 GiB takes seconds on a busy machine. A tenant that takes a minute has been
 /// stopped.
@@ -34,7 +39,7 @@ pub enum Verdict {
 }
 
 impl Tenant {
-    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::serve`] for its subcommand
+    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::activity::serve`] for its subcommand
     /// `tenant`.
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         Self::start_by(&[], program, spec)

@@ -1,4 +1,4 @@
-//! Page contents that follow from two numbers, so that we can check every byte later.
+//! Contents of pages and databases that follow from two numbers.
 
 use pagefold_engine::random::{Random, finalize};
 use pagefold_engine::units::PAGE_SIZE;
