@@ -64,14 +64,10 @@ fn main() {
 fn run(mode: &str) -> Result<(), String> {
     match mode {
         "idle" => states::command().map(drop),
-        "leaderless" => states::leaderless(),
         "stopped" => states::stopped(),
         "vfork" => states::vfork(800_000),
         "big-write" => states::big_write(),
         "strict" => seccomp::strict(),
-        "filter-kill" => seccomp::filtered(libc::SECCOMP_RET_KILL_PROCESS),
-        "filter-errno" => seccomp::filtered(libc::SECCOMP_RET_ERRNO | 1),
-        "filter-trap" => seccomp::filtered(libc::SECCOMP_RET_TRAP),
         "forks" => states::forks(),
         "moving" => states::moving(),
         _ => Err(format!("no such mode: {mode}")),

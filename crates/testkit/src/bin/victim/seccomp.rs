@@ -1,8 +1,7 @@
 //! Modes under seccomp.
 
-use crate::checks::{TRAPPED, handle, signals, signals_back, trapped};
+use crate::blocking::forked;
 use crate::states::command;
-use std::sync::atomic::Ordering;
 
 pub fn strict() -> Result<(), String> {
     be_strict();
@@ -12,26 +11,6 @@ pub fn strict() -> Result<(), String> {
     unsafe { libc::madvise(std::ptr::null_mut(), 0, 0) };
     unsafe { libc::write(1, b"bad: unfiltered\n".as_ptr().cast(), 16) };
     Ok(())
-}
-
-/// Runs under a filter that answers madvise with `action`.
-pub fn filtered(action: u32) -> Result<(), String> {
-    handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
-    let before = signals();
-    filter_madvise(action)?;
-    println!("filtered");
-    command()?;
-    signals_back(&before)?;
-    if TRAPPED.load(Ordering::Relaxed) != 0 {
-        return Err("the filter applied to the injected call".into());
-    }
-    if action == libc::SECCOMP_RET_KILL_PROCESS {
-        println!("ok");
-    }
-    let own = unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
-    handle(libc::SIGSYS, libc::SIG_DFL, 0);
-    let back = if action == libc::SECCOMP_RET_TRAP { TRAPPED.load(Ordering::Relaxed) == 1 } else { own == -1 };
-    if back { Ok(()) } else { Err("the filter is gone".into()) }
 }
 
 /// Installs a filter that answers one call with `action` and allows all others.
@@ -80,7 +59,7 @@ pub fn install(action: &str) -> Result<(), String> {
     filter_madvise(action)
 }
 
-/// Whether the filter is still installed, as far as we can test without dying or blocking.
+/// Whether the filter is still installed, as far as we can test without blocking.
 pub fn still_there(action: &str) -> Result<(), String> {
     let madvise = || unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
     let mode = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -89,6 +68,12 @@ pub fn still_there(action: &str) -> Result<(), String> {
         "" => mode == "0",
         "errno" | "trace" => madvise() == -1,
         "trap" => madvise() == -1 && crate::handlers::forgive(),
+        "kill" | "kill-thread" => {
+            let child = forked(|| _ = madvise());
+            let mut status = 0;
+            while unsafe { libc::waitpid(child, &raw mut status, 0) } != child {}
+            libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSYS
+        }
         _ => mode == "2",
     };
     if there { Ok(()) } else { Err(format!("the filter is gone (mode {mode})")) }

@@ -1,7 +1,7 @@
 //! Modes that don't just block in a call.
 
 use crate::blocking::{forked, pipe, word};
-use crate::checks::{HARMLESS, Memory, PAGES, report};
+use crate::checks::{HARMLESS, Memory, PAGES};
 use crate::hold::call;
 use crate::system::anonymous;
 use crate::torture::is_asked_to_end;
@@ -21,16 +21,6 @@ pub fn mix(rounds: u64) -> u64 {
         let state = state ^ (state >> 7);
         (state ^ (state << 17)).wrapping_add(round)
     })
-}
-
-/// The main thread ends, and another one waits for a byte.
-pub fn leaderless() -> Result<(), String> {
-    std::thread::spawn(|| {
-        report(command().map(drop));
-        std::process::exit(0)
-    });
-    unsafe { libc::syscall(libc::SYS_exit, 0) };
-    Ok(())
 }
 
 pub fn stopped() -> Result<(), String> {
