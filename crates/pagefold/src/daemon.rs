@@ -134,17 +134,28 @@ impl<'a, B: Backend> Daemon<'a, B> {
         let keeper = Keeper::start(&sender);
         let control = control::serve(sender, facts.dry_run);
         fault::point("socket-made");
+        let alone = Self::without_threads(backend, active, facts, requests, keeper);
+        Self { stop: signals.stop, control, metrics, history, ..alone }
+    }
+
+    fn without_threads(
+        backend: B,
+        active: ActiveSettings<'a>,
+        facts: RunFacts,
+        requests: RequestQueue,
+        keeper: Keeper,
+    ) -> Self {
         Self {
             engine: Engine::new(facts.config.clone()),
             backend,
             active,
             facts,
-            stop: signals.stop,
+            stop: Arc::default(),
             requests,
             orders: Orders::default(),
-            control,
-            metrics,
-            history,
+            control: None,
+            metrics: None,
+            history: None,
             learned: None,
             sketches: None,
             keeper,
@@ -445,27 +456,7 @@ mod tests {
         active.args = Box::leak(Box::new(RunArgs { duration: Some(duration), ..RunArgs::default() }));
         let (requests, sender) = RequestQueue::new(Arc::default());
         let keeper = Keeper::start(&sender);
-        let daemon = Daemon {
-            engine: Engine::new(known.config.clone()),
-            backend: machine,
-            active,
-            facts: known,
-            stop: Arc::default(),
-            requests,
-            orders: Orders::default(),
-            control: None,
-            metrics: None,
-            history: None,
-            learned: None,
-            sketches: None,
-            keeper,
-            progress: Progress::start(),
-            rooms: RoomReports::default(),
-            contents_one_in: 1,
-            scans: 0,
-            decisions: 0,
-        };
-        (daemon, sender)
+        (Daemon::without_threads(machine, active, known, requests, keeper), sender)
     }
 
     #[test]

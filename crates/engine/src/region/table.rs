@@ -235,23 +235,11 @@ fn part_of(total: Pages, block: Pages, mapping: Pages) -> Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, LineageKey, OwnerKey};
+    use crate::keys::{FamilyKey, KeyCounter};
+    use crate::region::test_view;
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
-        RegionView {
-            key: RegionKey(key),
-            owner: OwnerKey(1),
-            lasting: LastingKey(1),
-            family: FamilyKey(7),
-            lineage: LineageKey(1),
-            domain: DomainKey(0),
-            first: Vpn(first),
-            pages: Pages(pages),
-            resident: Pages(pages),
-            marked: Pages(0),
-            named: false,
-            left_alone: false,
-        }
+        RegionView { family: FamilyKey(7), ..test_view(key, first, pages) }
     }
 
     fn update(table: &mut RegionTable, views: &[RegionView]) -> usize {
