@@ -44,15 +44,6 @@ fn on_request_only_zeros_are_named() {
     assert_eq!(sim.engine.state().work.index.contents, 0, "other contents are not remembered");
 }
 
-/// By default, all contents are merged.
-#[test]
-fn all_contents_are_merged_by_default() {
-    let mut sim = Machine::new(requested());
-    (0..2).for_each(|_| _ = add(&mut sim, 32, Fill::Series(1)));
-    sim.run(30);
-    assert!(sim.saved().0 >= 31 * MIB);
-}
-
 /// ksmd merges whatever is marked, so we only mark memory that is mostly zeros.
 #[test]
 fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
