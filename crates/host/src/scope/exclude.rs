@@ -227,7 +227,7 @@ pub fn process_exclusion(
 ) -> Result<Option<Exclusion>, ReadError> {
     let mut info = ProcessInfo::of(&found.process)?;
     info.cgroups = found.cgroups.clone();
-    info.distrust = found.distrust.clone();
+    info.distrust.clone_from(&found.distrust);
     let dumpable = dumpable(&info)?;
     info.read_width()?;
     let mechanism = if Path::new(DEVICE).exists() { Mechanism::Request } else { Mechanism::Ksmd };
