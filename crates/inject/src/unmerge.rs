@@ -138,8 +138,8 @@ pub fn unmark_in_steps(
     let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
-    // Where we don't see which pages are merged, each call may have to copy a step.
-    let may_copy = !shows_merged() && MarkState::of(process)?.copies_kib > 0;
+    // Where we don't see which pages are merged, each call may have to copy a step, or all of a longer one.
+    let copies_most = if shows_merged() { 0 } else { MarkState::of(process)?.copies_kib.saturating_mul(1024) };
     for call in calls {
         // ksmd goes on merging meanwhile, so we ask before each call how much it has to copy.
         let copies = if call.nr == libc::SYS_prctl {
@@ -153,8 +153,8 @@ pub fn unmark_in_steps(
             // We copy the merged pages first, and the call copies the zero pages.
             copy_merged(&mut reader, process, roots, call.args[0], call.args[0] + call.args[1])?;
             KsmStat::of(process)?.zeros().bytes().0.min(call.args[1])
-        } else if may_copy || KsmStat::of(process)?.merged() > Pages(0) {
-            STEP_BYTES.min(call.args[1])
+        } else if copies_most > 0 || KsmStat::of(process)?.merged() > Pages(0) {
+            copies_most.max(STEP_BYTES).min(call.args[1])
         } else {
             0
         };

@@ -8,7 +8,7 @@ use crate::scope::exclude::{Exclusion, vma_exclusion};
 use crate::targets::Marks;
 use crate::targets::Target;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
-use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, count};
 use pagefold_inject::unmerge::{CALLS_MOST, UnmergeError, step_bytes, steps, unmark_in_steps};
 use pagefold_inject::{Batch, Call, Errno, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
@@ -19,6 +19,7 @@ use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::PASSES;
+use std::collections::BTreeSet;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -49,8 +50,6 @@ struct CallBatch {
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<Part>,
-    /// Changes that take more than [`CALLS_MOST`] calls to unmark. The rest of them waits for the next try.
-    cut: Vec<usize>,
     /// How many more mappings the calls may add by splitting others.
     splits_left: usize,
 }
@@ -101,10 +100,6 @@ impl CallBatch {
                 continue;
             }
             for (start, bytes) in steps(from.address(), to.address(), self.unmark_step.unwrap_or(Bytes(u64::MAX))) {
-                if self.unmark_step.is_some() && self.calls.len() >= CALLS_MOST {
-                    self.cut.push(change);
-                    break;
-                }
                 self.calls.push(Call::madvise(start, bytes, advice));
                 self.parts.push(Part { change, pages: Pages(bytes / PAGE_BYTES) });
             }
@@ -250,8 +245,9 @@ impl LiveHost {
         };
         let proc = self.rules.roots.proc.clone();
         let has_many = details.len() >= MANY_MAPPINGS;
+        let least_step = least_step(&details);
         let read = target.read(move |process| {
-            let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
+            let unmark_step = if mark { None } else { Some(step_bytes(process)?.max(least_step)) };
             let left = if has_many { mappings_left(process, &proc)? } else { usize::MAX };
             let splits_left = left.saturating_sub(SPARE_MAPPINGS);
             Ok(CallBatch { program, unmark_step, splits_left, ..CallBatch::default() })
@@ -272,7 +268,6 @@ impl LiveHost {
         target.invalidate();
         self.schedule.next_ns = 0;
         let is_unknown = self.make(pid, &work, changes, outcome);
-        changes.set(work.cut.iter().copied(), Marking::Busy);
         if wanted.iter().any(|&at| changes.results[at] == Marking::NoMappings) {
             let why = "changing its marks would add mappings, and it is close to vm.max_map_count".to_owned();
             self.report_left_alone(pid, why);
@@ -387,6 +382,15 @@ impl LiveHost {
     }
 }
 
+/// The smallest steps in which [`CALLS_MOST`] calls unmark all marked memory of a process.
+fn least_step(details: &[VmaDetail]) -> Bytes {
+    let mut marked = Pages(0);
+    for detail in details.iter().filter(|detail| detail.flags.has(*b"mg")) {
+        marked += detail.vma.pages();
+    }
+    Pages(marked.0.div_ceil(count(CALLS_MOST))).bytes()
+}
+
 fn must_be_unmarked_first(target: &Target) -> bool {
     target.pending.as_ref().is_some_and(|pending| !pending.was_tried) && PASSES.admits(target.origin, Instant::now())
 }
@@ -403,16 +407,25 @@ fn marking_after(error: Errno, mark: bool) -> Marking {
     }
 }
 
-/// Finds out from the mappings which calls were made before the injection failed. Returns whether the process may have
-/// marks that aren't in the results: a mapping that has moved takes its mark along.
+/// Finds out from the mappings which calls were made before the injection failed. Memory that we've unmarked in part
+/// isn't unmarked: some of its marks are left. Returns whether the process may have marks that aren't in the results: a
+/// mapping that has moved takes its mark along.
 fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>) -> bool {
     let read =
         target.read(|process| Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default())));
     let (details, stat) = read.unwrap_or_default();
+    let mut made = Vec::new();
+    let mut partial = BTreeSet::new();
     for (call, &part) in work.calls.iter().zip(&work.parts) {
         if is_in_state(&details, call.args[0], call.args[0] + call.args[1], changes.mark) {
-            changes.add(part);
+            made.push(part);
+        } else if !changes.mark {
+            partial.insert(part.change);
         }
+    }
+    made.retain(|part| !partial.contains(&part.change));
+    for part in made {
+        changes.add(part);
     }
     changes.mark && stat.mergeable != Some(false)
 }
@@ -459,13 +472,16 @@ mod tests {
     }
 
     #[test]
-    fn unmarking_reserved_memory_takes_few_calls_at_a_time() {
+    fn unmarking_reserved_memory_takes_few_calls() {
         let text =
             "100000000000-200000000000 rw-p 00000000 00:00 0 \nRss: 64 kB\nAnonymous: 64 kB\nVmFlags: rd wr mg\n";
         let details = parse_smaps(text.as_bytes()).unwrap();
         let span = Span { region: RegionKey(1), first: details[0].vma.first(), pages: details[0].vma.pages() };
-        let mut work = CallBatch { unmark_step: Some(Bytes(2 << 20)), splits_left: 2, ..CallBatch::default() };
+        let unmark_step = Some(Bytes(8 << 20).max(least_step(&details)));
+        let mut work = CallBatch { unmark_step, splits_left: 2, ..CallBatch::default() };
         assert!(work.add(0, span, true, &details));
-        assert_eq!((work.calls.len(), &work.cut[..]), (CALLS_MOST, &[0][..]));
+        assert_eq!(work.calls.len(), CALLS_MOST);
+        let small = parse_smaps(text.replace("200000000000", "100001000000").as_bytes()).unwrap();
+        assert_eq!(least_step(&small), Bytes(PAGE_BYTES));
     }
 }
