@@ -10,9 +10,10 @@ use std::ops::ControlFlow;
 
 /// The machine code of `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// We search this many bytes of each executable mapping, and of all together. libc has a `syscall` instruction within
-/// its first pages of code.
+/// We search this many bytes of each executable mapping. libc has a `syscall` instruction within its first pages of
+/// code.
 const SEARCHED_BYTES: u64 = 1 << 20;
+/// We search this many bytes of all mappings together.
 const SEARCHED_MOST: u64 = 64 << 20;
 /// How many executable mappings of a process we search, at most.
 const SEARCHED_MAPPINGS: usize = 4096;
@@ -47,6 +48,9 @@ fn find_in(process: &Process, code: &Code, executable: &[Executable]) -> Result<
     let mut has_code = false;
     let mut left = SEARCHED_MOST;
     for &Executable { start, end, vdso } in executable {
+        if left == 0 {
+            return Err(InjectError::NoInstruction { pid: process.pid() });
+        }
         let mut found = None;
         let length = end.saturating_sub(start).min(SEARCHED_BYTES).min(left);
         left -= length;
@@ -135,7 +139,7 @@ mod tests {
         assert!(find_in(&own, &code, &executable).is_ok());
         let empty = Executable { start: PAGE_BYTES, end: PAGE_BYTES + SEARCHED_BYTES, vdso: false };
         executable.splice(..0, vec![empty; 64]);
-        assert!(find_in(&own, &code, &executable).is_err());
+        assert!(matches!(find_in(&own, &code, &executable), Err(InjectError::NoInstruction { .. })));
     }
 
     #[test]
