@@ -244,7 +244,8 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
     let mut holders = same(95, 2);
     let innocent = pids(&holders);
     let all = [&[victim.pid()], &innocent[..]].concat();
-    assert!(victim.pid() < innocent[0], "it is tried first");
+    let address_space = |pid: i32| kib(&format!("/proc/{pid}/status"), "VmSize");
+    assert!(address_space(victim.pid()) < address_space(innocent[0]), "it is tried first");
     let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
     wait_until_merged(&innocent, MERGED);
     wait_until("ksmd rests", || status()["busy"] == false);

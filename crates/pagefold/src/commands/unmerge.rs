@@ -185,7 +185,7 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
         if scoped.is_empty() {
             break;
         }
-        // A hostile program may have terabytes of marked address space, which take long. So it comes last.
+        // Large address spaces come last. A hostile program may have marked terabytes, which take long.
         scoped.sort_by_cached_key(address_space);
         for scoped in std::mem::take(&mut scoped) {
             owners.insert(scoped.process.pid(), Owner::of(&scoped, scoped.cgroups.domain.as_ref()));
@@ -220,10 +220,14 @@ fn unmerge(args: &UnmergeArgs, keep_out: bool, lock: Lock, paths: &KsmPaths) -> 
     Ok(summary)
 }
 
-/// The size of a process's address space, pages.
+/// The size of a process's address space, pages. Once its main thread has ended, the kernel says 0, and we assume the
+/// worst.
 fn address_space(info: &ProcessInfo) -> u64 {
     let statm = info.process.read_file("statm").unwrap_or_default();
-    Sizes::parse(&statm).map_or(u64::MAX, |sizes| sizes.mapped)
+    match Sizes::parse(&statm) {
+        Ok(sizes) if sizes.mapped > 0 => sizes.mapped,
+        _ => u64::MAX,
+    }
 }
 
 /// Adds the processes to the list of those that later runs exclude. Our caller has the lock, so no daemon writes it.
