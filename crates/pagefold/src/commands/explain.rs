@@ -8,6 +8,7 @@ use crate::bounds::Bounds;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership::shown;
 use crate::config::scope::{self, ScopeArgs};
+use crate::config::settings::deny_list_with;
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
 use crate::control::queue::{Facts, TargetFacts};
@@ -15,7 +16,7 @@ use crate::output;
 use crate::output::placement::PlacementRow;
 use anyhow::Result;
 use pagefold_engine::state::RegionState;
-use pagefold_host::scope::exclude::{Exclusion, vma_exclusion};
+use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use pagefold_host::scope::{ScopeSpec, Selector, resolve};
 use pagefold_procmem::Roots;
 use pagefold_procmem::maps::{VmaDetail, kind_of, pinned_kib, read_smaps_named};
@@ -259,8 +260,9 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let roots = Roots::default();
     let spec = ScopeSpec::of_pids([pid]);
     let scoped = resolve(&spec, &roots).map_err(|error| scope::explain(&error))?.remove(0);
-    let excluded = Bounds::with(&DenyFlags::default())?.exclusion(&scoped);
-    explanation.left_alone = excluded.map_err(|error| not_readable(&error))?.map(|exclusion| exclusion.to_string());
+    explanation.left_alone = process_exclusion(&scoped, &deny_list_with(&DenyFlags::default())?, None)
+        .map_err(|error| not_readable(&error))?
+        .map(|exclusion| exclusion.to_string());
     explanation.name = scoped.name;
     let scoped_status = scoped.status;
     let process = scoped.process;

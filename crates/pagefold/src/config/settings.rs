@@ -174,6 +174,14 @@ impl Settings {
     }
 }
 
+/// The deny list of the default file and the command line, for commands that need no other settings of the file.
+///
+/// # Errors
+/// We can't trust or parse the file.
+pub fn deny_list_with(flags: &DenyFlags) -> Result<DenyList, Exit> {
+    Ok(deny_list(&bounds_of_file()?, flags))
+}
+
 /// The deny list of these options and the command line.
 pub fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
     let programs = in_file.programs.clone().map_or_else(DenyList::default, DenyList::new);
