@@ -41,9 +41,10 @@ impl LearnedFile {
     /// Checks that no other user can redirect our writes.
     ///
     /// # Errors
-    /// We can't use this path, or other users could redirect our writes. The exit code is 2.
+    /// We can't use this path, something else is there, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        Place::of(path).map(Self).map_err(|why| unusable("the learned file", path, &why))
+        let place = Place::of_ours(path, "{\"schema\":\"pagefold.learned/");
+        place.map(Self).map_err(|why| unusable("the learned file", path, &why))
     }
 
     /// Reads what earlier runs have learned since the machine booted. `None` if there's no file from this boot.

@@ -6,7 +6,7 @@ use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
@@ -113,6 +113,20 @@ impl Place {
             return Err("is not a regular file; name a regular or a new file".to_owned());
         }
         Ok(place)
+    }
+
+    /// Like [`Self::of_regular`], but also refuses a file that doesn't begin as ours do, with `head`. After a power
+    /// failure, a file of ours may be empty or have zeros only.
+    pub fn of_ours(path: &Path, head: &str) -> Result<Self, String> {
+        let place = Self::of_regular(path)?;
+        let mut found = vec![0; head.len()];
+        // If we can't read it now, we find out why later.
+        let read = open_regular(&place.path, false).and_then(|file| file.read_at(&mut found, 0)).unwrap_or(0);
+        let found = &found[..read];
+        if head.as_bytes().starts_with(found) || found.iter().all(|&byte| byte == 0) {
+            return Ok(place);
+        }
+        Err("has other contents, which pagefold would replace; name a new file".to_owned())
     }
 
     /// Writes a new file and renames it over the old one. If the old one is a symbolic link, we replace it and don't

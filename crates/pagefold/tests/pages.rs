@@ -70,7 +70,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     let top = |page: &str| pagefold(&["top", "--html", page, "--history", &history]);
     assert_refused(&top(&page), 8, "no pagefold is running");
     assert!(!Path::new(&page).exists());
-    fs::write(&history, "planted").unwrap();
+    fs::write(&history, "pagefold.history/1\n").unwrap();
     let daemon = Daemon::on(&pids, &["--for", "300s", "--history", &history]).answering();
     wait_until("the memory is merged", || saved_bytes() >= 30 * MIB && status()["busy"] == false);
     let events = status()["events"].clone();
@@ -94,7 +94,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
         &["saved in 3 processes.</h1>", "Over time", "Kinds of memory", NAME, "<td>paused</td>", "marked "],
     );
     browser.pictures(Path::new(&page));
-    assert_has(&daemon.terminate().errors, &["is not a history: it has 7 bytes", "pagefold begins a new one"]);
+    assert_has(&daemon.terminate().errors, &["is not a history: it has 19 bytes", "pagefold begins a new one"]);
     // Without a daemon, the page shows the history that the daemon has left behind.
     assert_eq!(top(&later).status.code(), Some(0));
     let document = browser.document(Path::new(&later));

@@ -28,13 +28,13 @@ const FUTURE_MOST: u64 = 120;
 pub struct HistoryFile(Place);
 
 impl HistoryFile {
-    /// Checks that no other user can redirect our writes, and makes the file unless it exists. We replace a file that
-    /// isn't a history, and return a sentence that says so.
+    /// Checks that no other user can redirect our writes, and makes the file unless it exists. We replace a damaged
+    /// history, and return a sentence that says so.
     ///
     /// # Errors
-    /// We can't use this path, or other users could redirect our writes. The exit code is 2.
+    /// We can't use this path, something else is there, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
-        let place = Place::of(path).map_err(|why| unusable("the history", path, &why))?;
+        let place = Place::of_ours(path, "pagefold.history/").map_err(|why| unusable("the history", path, &why))?;
         let file = Self(place);
         let said = file.check();
         Ok((file, said))

@@ -65,8 +65,8 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     let whole = fs::read(&path).unwrap();
     let mut damaged = whole.clone();
     damaged[SLOT..].fill(7);
-    let mut foreign = whole.clone();
-    foreign[0] = b'P';
+    let torn = whole[..100].to_vec();
+    let foreign = [b"P", &whole[1..]].concat();
     let long = [&whole[..], b"x"].concat();
     // Moments in slots that belong to other times.
     let mut moved = whole.clone();
@@ -76,7 +76,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     for (planted, says) in [
         (&damaged, "is damaged in 4320 places"),
         (&moved, "is damaged in "),
-        (&foreign, "is not a history"),
+        (&torn, "is not a history: it has 100 bytes"),
         (&long, "it has 380249 bytes"),
         (&Vec::new(), "it has 0 bytes"),
     ] {
@@ -90,16 +90,23 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
         );
         assert!(times(&path, DAY, NOW).is_empty());
     }
+    // Whoever names something else at the start doesn't mean to lose it.
+    let refused = |why: &str| {
+        let error = HistoryFile::open(&path).unwrap_err();
+        assert!(error.code == exit::USAGE && error.line.contains(why), "{error}");
+    };
+    fs::write(&path, &foreign).unwrap();
+    refused("has other contents, which pagefold would replace; name a new file");
+    assert_eq!(fs::read(&path).unwrap(), foreign);
     fs::write(&victim, &whole).unwrap();
-    for at_start in [true, false] {
-        fs::remove_file(&path).unwrap();
-        symlink(&victim, &path).unwrap();
-        let said =
-            if at_start { HistoryFile::open(&path).unwrap().1.unwrap() } else { file.write(&moment(NOW)).unwrap_err() };
-        assert!(said.contains("is a symbolic link; pagefold begins a new one"), "{said}");
-        assert_eq!(fs::read(&victim).unwrap(), whole);
-        assert!(fs::symlink_metadata(&path).unwrap().is_file());
-    }
+    fs::remove_file(&path).unwrap();
+    symlink(&victim, &path).unwrap();
+    refused("is not a regular file");
+    // During a run we replace it, and don't follow it.
+    let said = file.write(&moment(NOW)).unwrap_err();
+    assert!(said.contains("is a symbolic link; pagefold begins a new one"), "{said}");
+    assert_eq!(fs::read(&victim).unwrap(), whole);
+    assert!(fs::symlink_metadata(&path).unwrap().is_file());
     assert_eq!(times(&path, DAY, NOW), [NOW], "the moment was written all the same");
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o137, 0);
     // A pipe in the file's place must not make us wait.
