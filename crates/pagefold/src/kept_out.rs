@@ -158,6 +158,7 @@ fn write_at(path: &Path, kept_out: &KeptOut, this_boot: &str) -> Result<(), Stri
 pub fn explain(error: &KeptOutError) -> Exit {
     match error {
         KeptOutError::NotKeptOut(_) => Exit::new(exit::NO_SCOPE, format!("{error}; see pagefold status")),
+        KeptOutError::Init => Exit::new(exit::REFUSED, format!("{error}; name the programs to exclude")),
         KeptOutError::TooMany => {
             Exit::new(exit::FAILURE, format!("{error}; name a cgroup, a user or a program instead of processes"))
         }

@@ -22,6 +22,8 @@ pub const ENTRIES_MOST: usize = 1024;
 pub enum KeptOutError {
     #[error("{ENTRIES_MOST} selectors are kept out or included already")]
     TooMany,
+    #[error("process 1 stands for all programs")]
+    Init,
     /// The `include` selects nothing that is kept out.
     #[error("nothing that matches {0} is kept out")]
     NotKeptOut(String),
@@ -78,6 +80,10 @@ impl KeptOut {
         by: u32,
         roots: &Roots,
     ) -> Result<(), KeptOutError> {
+        // All processes descend from it.
+        if Selector::Pid(1).is_among(&spec.0) {
+            return Err(KeptOutError::Init);
+        }
         self.forget_ended(roots);
         let new = entries_of(spec, found, Verdict::Out { by });
         if !self.has_room(&new) {

@@ -182,8 +182,10 @@ fn children_of_a_process_that_has_ended_are_included_by_its_pid() {
 }
 
 #[test]
-fn the_list_is_bounded() {
+fn the_list_is_bounded_and_never_has_all_programs() {
     let mut fixture = Fixture::new();
+    let init = fixture.kept_out.keep_out(&by_pid(1), &[], 0, &fixture.tree.roots);
+    assert_eq!(init, Err(KeptOutError::Init));
     for number in 0..ENTRIES_MOST {
         fixture.keep_out(&by_exe(&format!("program-{number}")));
     }
