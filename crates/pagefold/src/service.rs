@@ -12,6 +12,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
@@ -21,6 +22,11 @@ const MESSAGES_MOST: u32 = 100;
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.
 const TEXT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Whether systemd manages this machine (sd_booted(3)).
+pub fn is_booted_by_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
 
 /// The service manager, if there is one.
 #[derive(Debug)]

@@ -297,7 +297,7 @@ fn without_a_daemon_a_request_fails_with_one_line() {
     let all: [&[&str]; 6] =
         [&["status"], &["status", "--json"], &["explain", &pid], &["governor", "low"], &["pause"], &["resume"]];
     let assert_none_runs =
-        || all.iter().for_each(|args| assert_fails(args, 8, "no pagefold is running; start the service with"));
+        || all.iter().for_each(|args| assert_fails(args, 8, "no pagefold is running; start it with sudo"));
     assert_none_runs();
     // This socket is left over from another run.
     fs::create_dir_all("/run/pagefold").unwrap();

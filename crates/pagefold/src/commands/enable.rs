@@ -11,6 +11,7 @@ use crate::config::settings::{DEFAULT_FILE, deny_list, load, merged};
 use crate::control::client::ask;
 use crate::control::protocol::{Reloaded, Request};
 use crate::preflight;
+use crate::service::is_booted_by_systemd;
 use anyhow::Result;
 use clap::Arg;
 use pagefold_host::scope::exclude::Exclusion;
@@ -253,10 +254,9 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
     if let Some(scope) = reload(args, file, list)? {
         return Ok(DaemonState::Reloaded(scope));
     }
-    let is_booted = Path::new("/run/systemd/system").is_dir();
     let systemctl = ["/usr/bin/systemctl", "/bin/systemctl"].map(Path::new).into_iter().find(|path| path.exists());
     match systemctl {
-        Some(systemctl) if is_booted && args.is_file(Path::new(DEFAULT_FILE)) => start(systemctl)?,
+        Some(systemctl) if is_booted_by_systemd() && args.is_file(Path::new(DEFAULT_FILE)) => start(systemctl)?,
         _ => return Ok(DaemonState::Absent),
     }
     Ok(DaemonState::Started)

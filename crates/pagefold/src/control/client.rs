@@ -1,6 +1,7 @@
 //! Sends requests to the daemon.
 
 use super::protocol::{GROUP, ONLY_ROOT, PATH, Refusal, Request};
+use crate::service::is_booted_by_systemd;
 use anyhow::Result;
 use pagefold_text::exit::{self, Exit};
 use serde::de::DeserializeOwned;
@@ -65,11 +66,13 @@ fn after_its_end(request: &Request) -> &'static str {
 
 fn unreachable(error: &io::Error) -> Exit {
     match error.kind() {
-        ErrorKind::NotFound | ErrorKind::ConnectionRefused => Exit::new(
-            exit::NO_DAEMON,
-            "no pagefold is running; start the service with sudo systemctl start pagefold, or see what to enable with \
-             sudo pagefold scan",
-        ),
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
+            let start = if is_booted_by_systemd() { "systemctl start pagefold" } else { "pagefold run" };
+            let line = format!(
+                "no pagefold is running; start it with sudo {start}, or see what to enable with sudo pagefold scan"
+            );
+            Exit::new(exit::NO_DAEMON, line)
+        }
         ErrorKind::PermissionDenied => Exit::new(
             exit::NOT_PERMITTED,
             format!("{ONLY_ROOT} requests to the daemon (the group {GROUP} may ask for status); run as root (sudo)"),

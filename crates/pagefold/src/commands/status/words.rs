@@ -207,6 +207,9 @@ fn domains(status: &Status) -> Option<String> {
     ))
 }
 
+/// We say when we counted the saving if that's at least so many seconds ago.
+const SHOWN_AGE: f64 = 3.0;
+
 fn headline(status: &Status) -> String {
     let whole = status.memory.unmerged_bytes;
     let of = format!("{} in {}", human(whole), status.count(status.programs.looked_at()));
@@ -222,7 +225,11 @@ fn headline(status: &Status) -> String {
     match status.memory.saved_bytes {
         Some(saved) => {
             let share = percent(saved as f64, whole as f64);
-            format!("Saves {}, {share} of {of}, for {used} of a core.", human(saved))
+            let text = format!("Saves {}, {share} of {of}, for {used} of a core", human(saved));
+            match status.memory.saved_age_seconds {
+                Some(age) if age >= SHOWN_AGE => format!("{text} (counted {} ago).", time(age)),
+                _ => format!("{text}."),
+            }
         }
         None => format!("Still counting the savings in {of}, for {used} of a core."),
     }
@@ -262,10 +269,12 @@ fn ksm(status: &Status) -> String {
     }
     let saved = human(status.memory.saved_machine_bytes);
     if status.run.mechanism == Mechanism::Request {
-        return format!("merges the pages that this run requests (/dev/ksm); saves {saved} on the whole machine");
+        return format!(
+            "merges the pages that this run requests (/dev/ksm); counts {saved} saved on the whole machine"
+        );
     }
     let scans = count(usize::try_from(status.work.scans).unwrap_or(usize::MAX), "scan", "scans");
-    let text = format!("controlled by this run, {scans} so far; saves {saved} on the whole machine");
+    let text = format!("controlled by this run, {scans} so far; counts {saved} saved on the whole machine");
     match status.memory.exited_bytes {
         0 => text,
         bytes => {
@@ -350,7 +359,7 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     for row in &status.totals.next {
         let what = match row.soonest_seconds {
-            Some(seconds) => format!("left alone; the first region is judged again in {}", time(seconds)),
+            Some(seconds) => format!("waits; the first region is judged again in {}", time(seconds)),
             None => next_step(row.verb, status).to_owned(),
         };
         let regions = count(row.regions, "region", "regions");
