@@ -22,6 +22,7 @@ pub use cycle::{Cycle, count_saving, cycle};
 use crate::config::Config;
 use crate::decision::DecisionLog;
 use crate::governor::{Governor, Pace};
+use crate::holdings::Holdings;
 use crate::host::{Cost, KsmView, Snapshot};
 use crate::index::Index;
 use crate::keys::OwnerKey;
@@ -80,6 +81,8 @@ pub struct Engine {
     room: CopyRoom,
     /// How much we save.
     saving: SavingCounter,
+    /// What the processes hold, and would hold if nothing were merged.
+    holdings: Holdings,
     /// Experience with earlier regions, by which we judge new regions.
     experience: Experience,
     ledger: Ledger,
@@ -119,6 +122,7 @@ impl Engine {
             placer: Placer::default(),
             room: CopyRoom::default(),
             saving: SavingCounter::default(),
+            holdings: Holdings::default(),
             experience: Experience::default(),
             ledger: Ledger::default(),
             decisions: DecisionLog::default(),

@@ -42,6 +42,7 @@ pub mod error;
 pub mod governor;
 pub mod hash;
 pub mod headroom;
+mod holdings;
 pub mod host;
 pub mod index;
 pub mod keys;

@@ -10,7 +10,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Host;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
-use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 
 /// Two machines with the same processes. The engine runs on only one.
 struct Twins {
@@ -265,6 +265,22 @@ fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
     }
     twins.run(60);
     twins.check("diverged");
+}
+
+/// The host only looks once at what the processes hold, before anything is merged.
+#[test]
+fn what_families_would_hold_is_known_while_they_are_merged() {
+    for knobs in [Knobs::driven(), Knobs::requested()] {
+        let host = |knobs: Knobs| SimHost::new(7, Costs::default(), knobs);
+        let never = Knobs { resident_age_ns: 1 << 60, ..knobs };
+        let mut twins = Twins::new(host(never), host(knobs));
+        prefork(&mut twins, 2, 4);
+        for _ in 0..50 {
+            twins.merged.run_until(twins.merged.now_ns() + 500_000_000, |_| ());
+            check_unmerged(&twins);
+        }
+        assert!(twins.check("merged") >= 15 * MIB);
+    }
 }
 
 /// Each process maps so many MiB of its own right below its memory.

@@ -94,6 +94,7 @@ impl Engine {
         self.record_cost(&snapshot);
         self.adopt_snapshot(snapshot);
         self.adopt_saving();
+        self.holdings.follow(&self.snapshot.held, self.saving.latest(), self.snapshot.now_ns);
         self.look_at_reserve();
         self.requests.go_on(&self.table, &mut self.room.headroom);
         self.plan = Plan { broken_before: self.plan.broken_before, ..Plan::default() };

@@ -43,11 +43,10 @@ pub(super) fn state(engine: &Engine) -> State {
     }
     for (owner, total) in &mut owners {
         let resident_bytes = total.memory.resident_bytes;
-        let held_bytes = engine.snapshot.held.get(owner).map_or(resident_bytes, |held| held.bytes().0);
-        // The host may have looked at what the process holds before its memory was merged.
         let zeros = saving.map_or(Pages(0), |saving| saving.zeros_of(*owner));
-        let most_bytes = resident_bytes.max(held_bytes) + zeros.bytes().0;
-        total.memory.unmerged_bytes = most_bytes.min(held_bytes + total.saved_bytes);
+        let most_bytes = resident_bytes + zeros.bytes().0;
+        let unmerged = engine.holdings.unmerged(*owner);
+        total.memory.unmerged_bytes = unmerged.map_or(most_bytes, |pages| most_bytes.min(pages.bytes().0));
         all.unmerged_bytes += total.memory.unmerged_bytes;
     }
     let others: Pages = regions.iter().map(|region| region.other).sum();

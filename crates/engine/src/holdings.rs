@@ -1,0 +1,62 @@
+//! What the processes would hold if nothing were merged: what they hold, and what merging saves them.
+//!
+//! The host looks at what a process holds (Pss) when its memory has changed, and we count the saving at other times. So
+//! for each look we keep what was saved then: the larger of the counts before and after it. The sum stays the same while
+//! the process's memory is merged, or written and copied.
+
+use crate::keys::OwnerKey;
+use crate::saving::Saving;
+use crate::units::Pages;
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+#[derive(Debug, Default)]
+pub struct Holdings {
+    /// The host's latest figures.
+    held: Arc<BTreeMap<OwnerKey, Pages>>,
+    looks: FxHashMap<OwnerKey, Look>,
+    /// The time of the last count, nanoseconds.
+    counted_ns: u64,
+}
+
+/// A look at what a process holds.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    at_ns: u64,
+    held: Pages,
+    saved: Pages,
+    /// Whether we haven't counted since.
+    is_open: bool,
+}
+
+impl Holdings {
+    /// What a process would hold if nothing were merged. `None` if the host hasn't looked at it.
+    pub fn unmerged(&self, owner: OwnerKey) -> Option<Pages> {
+        self.looks.get(&owner).map(|look| look.held + look.saved)
+    }
+
+    /// Follows the host's figures and our counts.
+    pub fn follow(&mut self, held: &Arc<BTreeMap<OwnerKey, Pages>>, saving: Option<&Saving>, now_ns: u64) {
+        let saved = |owner| saving.map_or(Pages(0), |saving| saving.of(owner));
+        if !Arc::ptr_eq(&self.held, held) {
+            self.held = held.clone();
+            self.looks.retain(|owner, look| held.get(owner) == Some(&look.held));
+            for (&owner, &held) in held.iter() {
+                let look = Look { at_ns: now_ns, held, saved: saved(owner), is_open: true };
+                self.looks.entry(owner).or_insert(look);
+            }
+        }
+        let counted_ns = saving.map_or(0, |saving| saving.counted_ns);
+        if counted_ns == self.counted_ns {
+            return;
+        }
+        self.counted_ns = counted_ns;
+        for (&owner, look) in &mut self.looks {
+            if look.is_open && counted_ns >= look.at_ns {
+                look.saved = look.saved.max(saved(owner));
+                look.is_open = false;
+            }
+        }
+    }
+}
