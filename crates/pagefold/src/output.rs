@@ -20,7 +20,7 @@ pub fn host_name() -> String {
 
 /// Prints the result of a command as JSON, or as the text that `describe` makes of it.
 pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
-    Ok(style::print(&text(json, result, describe)?)?)
+    style::print(&text(json, result, describe)?).context("cannot print the result")
 }
 
 /// Prints a daemon's summary. If nobody reads it within [`READ_LIMIT`], we give up, so that the daemon ends.

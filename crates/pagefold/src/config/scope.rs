@@ -67,11 +67,13 @@ impl FromArgMatches for ScopeArgs {
             matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
         };
         if let (Some(target), true) = (targets.first(), NOT_BESIDE.iter().any(is_given)) {
-            let problem = format!("'{target}' may be a program or the value of an option; name programs by --exe");
+            let flag = if is_pids(target) { "pid" } else { "exe" };
+            let word = shell_word(target);
+            let problem = format!("{word} may be a selector or the value of an option; try --{flag} {word}");
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
         }
         for target in targets {
-            if !target.bytes().all(|byte| byte.is_ascii_digit() || byte == b',') {
+            if !is_pids(&target) {
                 scope.selectors.0.exes.get_or_insert_default().push(target);
                 continue;
             }
@@ -94,6 +96,10 @@ impl FromArgMatches for ScopeArgs {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+fn is_pids(target: &str) -> bool {
+    target.bytes().all(|byte| byte.is_ascii_digit() || byte == b',')
 }
 
 /// The flag `--pid` of `unmerge`, `exclude` and `include`, which also selects the processes' descendants.

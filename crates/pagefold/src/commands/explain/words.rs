@@ -254,7 +254,8 @@ fn headline(explanation: &Explanation) -> String {
             memory += row.figures.memory(Mechanism::Ksmd);
         }
     }
-    let marked = human(memory.marked_bytes);
+    // Merged zeros aren't resident, but marked.
+    let marked = human(memory.marked_bytes.max(memory.expected_bytes));
     let duplicate = known_duplicate(memory, " of that");
     let regions = count(explanation.regions.len(), "region", "regions");
     let would = if explanation.dry_run { "would be marked (dry run)" } else { "marked" };
@@ -319,7 +320,9 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
     if region.marked > Pages(0) {
         let broken =
             region.cow_ratio.map_or(String::new(), |share| format!("; {} written too often", percent(share, 1.0)));
-        let marked = human(region.marked.bytes().0);
+        let is_whole = region.marked >= region.resident;
+        let marked = if is_whole { region.marked.max(region.expected) } else { region.marked };
+        let marked = human(marked.bytes().0);
         let expected = human(region.expected.bytes().0);
         text.line(format!("  {marked} marked, {expected} expected to be merged{broken}"));
     }

@@ -157,7 +157,7 @@ fn headline(explanation: &Explanation) -> String {
         "{}: {} with {}, {result}, {}.{paused}",
         explanation.selectors,
         count(explanation.processes.len(), "process", "processes"),
-        human(explanation.memory.resident_bytes),
+        human(explanation.memory.unmerged_bytes),
         known_duplicate(explanation.memory, ""),
     )
 }
