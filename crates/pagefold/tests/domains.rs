@@ -62,7 +62,7 @@ fn only_the_memory_of_one_domain_is_merged() {
             holder
         })
     };
-    let (mut ones, mut others) = (start(&one, 0xd051), start(&other, 0xd052));
+    let (mut ones, mut others) = (start(&one, 0x800_d051), start(&other, 0x800_d052));
     let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
     let config = ConfigFile::new(rule);
     let options = options(&config);
