@@ -10,6 +10,7 @@ use crate::scope::{ScopeSpec, Selector};
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::{Job, elsewhere};
+use pagefold_testkit::{state, wait_until};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
@@ -461,11 +462,13 @@ fn a_program_stays_in_scope_when_the_link_that_it_was_selected_by_is_switched() 
             server => break server.unwrap(),
         }
     };
+    let pid = i32::try_from(server.id()).unwrap();
+    wait_until("it has been loaded", || state(pid) == b'S');
     let mut now_ns = 0;
     let selector = Selector::Exe(current.join("server").to_str().unwrap().to_owned());
     let mut rules = ScopeRules::new(ScopeSpec(vec![selector]), Roots::default(), DenyList::new([]));
     let new_target = || {
-        let process = Arc::new(Process::open(i32::try_from(server.id()).unwrap()).unwrap());
+        let process = Arc::new(Process::open(pid).unwrap());
         Target::new(ProcessInfo::of(&process).unwrap(), OwnerKey(1), DomainKey(0))
     };
     let mut check = |target: &mut Target, rules: &mut ScopeRules| {
