@@ -241,11 +241,15 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
         Ok(victim) => victim,
         Err(why) => return skip(why),
     };
-    let mut holders = same(95, 2);
+    // Large address spaces come last.
+    let mut holders = [(); 2].map(|()| Holder::start(288 * PAGES_PER_MIB));
+    for holder in &mut holders {
+        holder.write(0, COMMON_MIB * PAGES_PER_MIB, 95 << 32);
+    }
     let innocent = pids(&holders);
     let all = [&[victim.pid()], &innocent[..]].concat();
-    let address_space = |pid: i32| kib(&format!("/proc/{pid}/status"), "VmSize");
-    assert!(address_space(victim.pid()) < address_space(innocent[0]), "it is tried first");
+    let [first, second] = [victim.pid(), innocent[0]].map(|pid| kib(&format!("/proc/{pid}/status"), "VmSize"));
+    assert!(first < second, "it is tried first: {first} and {second} KiB");
     let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
     wait_until_merged(&innocent, MERGED);
     wait_until("ksmd rests", || status()["busy"] == false);
