@@ -67,9 +67,8 @@ impl FromArgMatches for ScopeArgs {
             matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
         };
         if let (Some(target), true) = (targets.first(), NOT_BESIDE.iter().any(is_given)) {
-            let flag = if is_pids(target) { "pid" } else { "exe" };
-            let word = shell_word(target);
-            let problem = format!("{word} may be a selector or the value of an option; try --{flag} {word}");
+            let way = if is_pids(target) { "name processes by --pid" } else { "name programs by --exe" };
+            let problem = format!("'{target}' may be a selector or the value of an option; {way}");
             return Err(Error::raw(ErrorKind::ArgumentConflict, problem));
         }
         for target in targets {
