@@ -33,28 +33,29 @@ struct Look {
 impl Holdings {
     /// What a process would hold if nothing were merged. `None` if the host hasn't looked at it.
     pub fn unmerged(&self, owner: OwnerKey) -> Option<Pages> {
-        self.looks.get(&owner).map(|look| look.held + look.saved)
+        let look = self.looks.get(&owner)?;
+        Some(look.held + look.saved)
     }
 
     /// Follows the host's figures and our counts.
     pub fn follow(&mut self, held: &Arc<BTreeMap<OwnerKey, Pages>>, saving: Option<&Saving>, now_ns: u64) {
-        let saved = |owner| saving.map_or(Pages(0), |saving| saving.of(owner));
         if !Arc::ptr_eq(&self.held, held) {
             self.held = held.clone();
             self.looks.retain(|owner, look| held.get(owner) == Some(&look.held));
             for (&owner, &held) in held.iter() {
-                let look = Look { at_ns: now_ns, held, saved: saved(owner), is_open: true };
+                let saved = saving.map_or(Pages(0), |saving| saving.of(owner));
+                let look = Look { at_ns: now_ns, held, saved, is_open: true };
                 self.looks.entry(owner).or_insert(look);
             }
         }
-        let counted_ns = saving.map_or(0, |saving| saving.counted_ns);
-        if counted_ns == self.counted_ns {
+        let Some(saving) = saving else { return };
+        if saving.counted_ns == self.counted_ns {
             return;
         }
-        self.counted_ns = counted_ns;
+        self.counted_ns = saving.counted_ns;
         for (&owner, look) in &mut self.looks {
-            if look.is_open && counted_ns >= look.at_ns {
-                look.saved = look.saved.max(saved(owner));
+            if look.is_open && saving.counted_ns >= look.at_ns {
+                look.saved = look.saved.max(saving.of(owner));
                 look.is_open = false;
             }
         }

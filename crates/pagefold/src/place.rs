@@ -119,9 +119,10 @@ impl Place {
     /// failure, a file of ours may be empty or have zeros only.
     pub fn of_ours(path: &Path, head: &str) -> Result<Self, String> {
         let place = Self::of_regular(path)?;
+        // If we can't open or read it now, we find out why later.
+        let Ok(file) = open_regular(&place.path, false) else { return Ok(place) };
         let mut found = vec![0; head.len()];
-        // If we can't read it now, we find out why later.
-        let read = open_regular(&place.path, false).and_then(|file| file.read_at(&mut found, 0)).unwrap_or(0);
+        let read = file.read_at(&mut found, 0).unwrap_or(0);
         let found = &found[..read];
         if head.as_bytes().starts_with(found) || found.iter().all(|&byte| byte == 0) {
             return Ok(place);

@@ -100,7 +100,10 @@ fn answer(
 ) -> anyhow::Result<String> {
     Ok(match line.split_once(' ').unwrap_or((line, "")) {
         ("verify", "") => {
-            let mut damaged = activity.map_or(0, |activity| activity.damaged());
+            let mut damaged = 0;
+            if let Some(activity) = activity {
+                damaged += activity.damaged();
+            }
             for segment in memory {
                 damaged += segment.damaged();
             }
@@ -110,11 +113,18 @@ fn answer(
             let pages = pages.parse().context("touch needs a number of pages")?;
             let words = memory.iter().flat_map(FilledSegment::first_words);
             // We print the sum, or the compiler could optimize away the reads.
-            format!("ok {}", words.take(pages).fold(0, u64::wrapping_add))
+            let mut sum: u64 = 0;
+            for word in words.take(pages) {
+                sum = sum.wrapping_add(word);
+            }
+            format!("ok {sum}")
         }
         ("chase", time) => {
             let time = Duration::from_millis(time.parse().context("chase needs a number of milliseconds")?);
-            let speeds: Vec<f64> = memory.iter().map(|segment| segment.chase(time)).collect();
+            let mut speeds = Vec::new();
+            for segment in memory {
+                speeds.push(segment.chase(time));
+            }
             serde_json::to_string(&speeds)?
         }
         ("cow", "") => {
@@ -122,9 +132,8 @@ fn answer(
             "ok".to_owned()
         }
         ("damage", "") => {
-            if let Some(byte) = memory.first_mut().and_then(|segment| segment.pages_mut().first_mut()) {
-                *byte ^= 1;
-            }
+            let first = memory.first_mut().context("there's no memory to damage")?;
+            first.pages_mut()[0] ^= 1;
             "ok".to_owned()
         }
         ("begin", "") => match activity {
