@@ -16,8 +16,8 @@ pub struct Holdings {
     /// The host's latest figures.
     held: Arc<BTreeMap<OwnerKey, Pages>>,
     looks: FxHashMap<OwnerKey, Look>,
-    /// The time of the last count, nanoseconds.
-    counted_ns: u64,
+    /// The time of the last count, nanoseconds. `None` before the first one.
+    counted_ns: Option<u64>,
 }
 
 /// A look at what a process holds.
@@ -26,8 +26,6 @@ struct Look {
     at_ns: u64,
     held: Pages,
     saved: Pages,
-    /// Whether we haven't counted since.
-    is_open: bool,
 }
 
 impl Holdings {
@@ -44,19 +42,18 @@ impl Holdings {
             self.looks.retain(|owner, look| held.get(owner) == Some(&look.held));
             for (&owner, &held) in held.iter() {
                 let saved = saving.map_or(Pages(0), |saving| saving.of(owner));
-                let look = Look { at_ns: now_ns, held, saved, is_open: true };
+                let look = Look { at_ns: now_ns, held, saved };
                 self.looks.entry(owner).or_insert(look);
             }
         }
         let Some(saving) = saving else { return };
-        if saving.counted_ns == self.counted_ns {
+        let before_ns = self.counted_ns.replace(saving.counted_ns);
+        if before_ns == self.counted_ns {
             return;
         }
-        self.counted_ns = saving.counted_ns;
         for (&owner, look) in &mut self.looks {
-            if look.is_open && saving.counted_ns >= look.at_ns {
+            if before_ns < Some(look.at_ns) && look.at_ns <= saving.counted_ns {
                 look.saved = look.saved.max(saving.of(owner));
-                look.is_open = false;
             }
         }
     }
