@@ -39,8 +39,8 @@ pub enum Verdict {
 }
 
 impl Tenant {
-    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::activity::serve`] for its subcommand
-    /// `tenant`.
+    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::activity::serve`] for its
+    /// subcommand `tenant`.
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         Self::start_by(&[], program, spec)
     }

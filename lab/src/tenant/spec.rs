@@ -10,7 +10,8 @@ use serde_json::Value;
 pub struct TenantSpec {
     /// The segments of its memory, each a mapping of its own.
     pub segments: Vec<Segment>,
-    /// What the tenant does after [`Tenant::begin`](super::Tenant::begin), as JSON of an [`Activity`](crate::activity::Activity).
+    /// What the tenant does after [`Tenant::begin`](super::Tenant::begin), as JSON of an
+    /// [`Activity`](crate::activity::Activity).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub activity: Option<Value>,
     /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).

@@ -1,7 +1,6 @@
 //! The sets of pages to hash.
 
-use crate::contents::fill;
-use crate::contents::{fill_but_tail, printable};
+use crate::contents::{fill, fill_but_tail, printable};
 use pagefold_engine::hash::PageBytes;
 use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
