@@ -1,8 +1,8 @@
 //! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from this
 //! table.
 //!
-//! Metrics only reveal facts that docs/safety.md allows everybody to know: sums, and words from the administrator's
-//! configuration. No metric names a program, process, address or trust domain.
+//! Metrics only reveal facts that docs/safety.md allows everybody to know: sums, words from the administrator's
+//! configuration, and, with one trust domain, workloads. No metric names a program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
 use crate::commands::status::groups::ScopeRow;
@@ -12,6 +12,8 @@ use pagefold_engine::reserve::RoomState;
 use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 /// A metric. For the manual, we list its labels here: a status may have no values that show them.
 pub struct Family {
@@ -36,6 +38,10 @@ const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> 
     Family { name, kind: Kind::Counter, labels: &[], help, values }
 }
 
+/// The most workloads that a metric names, so that a host where they come and go doesn't flood the database.
+const WORKLOADS_MOST: usize = 20;
+/// The label of the sum of all others, and of programs that belong to no workload.
+const OTHER_WORKLOADS: &str = "other";
 const GOVERNORS: [Governor; 4] = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
 const ROOM_STATES: [RoomState; 3] = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];
 
@@ -139,6 +145,13 @@ pub const FAMILIES: &[Family] = &[
         |status| of_one_domain(status, |row| row.saved_bytes),
     )
     .by(&["kind", "scope"]),
+    gauge(
+        "pagefold_workload_saved_bytes",
+        "Memory that merging saves, for the 20 workloads (units, guests, containers, pods) that save most, and for all \
+         others; absent until counted, and if there are several trust domains",
+        saved_by_workload,
+    )
+    .by(&["workload"]),
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in marked memory (on request: in all memory), by selector; absent if there are several trust domains",
@@ -291,6 +304,29 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample
 /// No samples if there are several trust domains: a domain mustn't learn how much memory others have in common.
 fn of_one_domain(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
     if status.programs.domains.len() > 1 { Vec::new() } else { of_scopes(status, value) }
+}
+
+fn saved_by_workload(status: &Status) -> Vec<Sample> {
+    if status.memory.saved_bytes.is_none() || status.programs.domains.len() > 1 {
+        return Vec::new();
+    }
+    let mut workloads = BTreeMap::<&str, u64>::new();
+    for process in &status.programs.processes {
+        let workload = process.workload.as_deref().unwrap_or(OTHER_WORKLOADS);
+        *workloads.entry(workload).or_default() += process.saved_bytes.unwrap_or(0);
+    }
+    let mut other_bytes = workloads.remove(OTHER_WORKLOADS).unwrap_or(0);
+    let mut rows: Vec<(&str, u64)> = workloads.into_iter().collect();
+    rows.sort_by_key(|&(_, bytes)| Reverse(bytes));
+    for (_, bytes) in rows.split_off(rows.len().min(WORKLOADS_MOST)) {
+        other_bytes += bytes;
+    }
+    rows.push((OTHER_WORKLOADS, other_bytes));
+    let mut samples = Vec::new();
+    for (workload, bytes) in rows {
+        samples.push(sample(&[("workload", workload)], float(bytes)));
+    }
+    samples
 }
 
 /// A sample for each value in `all`: 1 if it's in `now`, otherwise 0.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::commands::status::ProcessRow;
 use std::collections::BTreeSet;
 
 fn status() -> Status {
@@ -22,7 +23,7 @@ fn status() -> Status {
         "next": [{"what": "read", "regions": 2, "resident_bytes": 400, "soonest_seconds": null}],
         "processes": [
             {"pid": 31337, "name": "secret-program", "regions": 3, "resident_bytes": 1000, "unmerged_bytes": 1200, "marked_bytes": 300,
-             "expected_bytes": 200, "left_alone": null, "to_unmark": null},
+             "expected_bytes": 200, "saved_bytes": 100, "workload": "unit shop.service", "left_alone": null, "to_unmark": null},
             {"pid": 31338, "name": "secret-program", "regions": 0, "resident_bytes": 0, "unmerged_bytes": 0, "marked_bytes": 0,
              "expected_bytes": 0, "left_alone": "traced by process 31339", "to_unmark": null}
         ],
@@ -69,10 +70,28 @@ fn no_program_process_or_trust_domain_is_named() {
 #[test]
 fn duplicates_by_scope_are_known_only_where_there_is_one_trust_domain() {
     let mut status = status();
-    let names = ["pagefold_scope_expected_bytes{", "pagefold_scope_saved_bytes{"];
+    let names = ["pagefold_scope_expected_bytes{", "pagefold_scope_saved_bytes{", "pagefold_workload_saved_bytes{"];
     assert!(names.iter().all(|name| page(&status).contains(name)));
     status.programs.domains = [status.programs.domains.clone(), status.programs.domains.clone()].concat();
     assert!(!names.iter().any(|name| page(&status).contains(name)));
+}
+
+#[test]
+fn the_workloads_that_save_most_are_named_and_the_others_summed_up() {
+    let mut status = status();
+    let process = status.programs.processes[0].clone();
+    status.programs.processes.clear();
+    for number in 0..30 {
+        let workload = (number < 29).then(|| format!("unit {number}.service"));
+        status.programs.processes.push(ProcessRow { workload, saved_bytes: Some(100 + number), ..process.clone() });
+    }
+    let samples = saved_by_workload(&status);
+    let labels: Vec<&str> = samples.iter().map(|sample| sample.labels[0].1.as_str()).collect();
+    assert_eq!((labels.len(), labels[0], labels[19]), (21, "unit 28.service", "unit 9.service"));
+    let sum: f64 = samples.iter().map(|sample| sample.value).sum();
+    assert_eq!((labels[20], samples[20].value, sum), ("other", f64::from(936 + 129), f64::from(3_435)));
+    status.memory.saved_bytes = None;
+    assert!(saved_by_workload(&status).is_empty());
 }
 
 #[test]
