@@ -132,7 +132,7 @@ impl Ledger {
                 let mut number = 0_u32;
                 self.curve.retain(|_| {
                     number += 1;
-                    number % 2 == 0
+                    number == 1 || number % 2 == 0
                 });
             }
         }
@@ -171,14 +171,15 @@ impl Ledger {
         }
     }
 
-    /// Seconds from the start until the saving reached 90 % of its present value and stayed above that.
+    /// Seconds from the start until the saving reached 90 % of its present value and stayed above that. `None` if it
+    /// has never been below: the memory was merged before.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
         let goal = self.saved?.0 * 9 / 10;
         if goal == 0 {
             return None;
         }
-        let reached = self.curve.iter().rposition(|&(_, saved)| saved.0 < goal).map_or(0, |last| last + 1);
-        self.curve.get(reached).map(|&(ns, _)| ns as f64 / 1e9)
+        let last_below = self.curve.iter().rposition(|&(_, saved)| saved.0 < goal)?;
+        self.curve.get(last_below + 1).map(|&(ns, _)| ns as f64 / 1e9)
     }
 }
 
@@ -226,5 +227,9 @@ mod tests {
         assert_eq!(ledger.seconds_to_90_percent(), Some(3.0));
         assert_eq!(ledger.saved, Some(Pages(100)));
         assert_eq!(Ledger::default().seconds_to_90_percent(), None);
+        let mut merged_before = Ledger::default();
+        merged_before.observe(1, &KsmView::default(), Pages(0), Cost::default());
+        merged_before.record_saving(&saving(0, 100));
+        assert_eq!(merged_before.seconds_to_90_percent(), None);
     }
 }

@@ -134,7 +134,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("merged_pages, metadata_bytes", "Merged pages: pages saved and the copies that they share; KSM's metadata, 64 bytes per marked page"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages, requests.differing_pages, requests.failed_pages", "As in pagefold.status/1"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "CPU time of pagefold and its injector; of the injector alone; of ksmd"),
-            ("seconds_to_90_percent", "When savings last rose to 90 % of their final amount"),
+            ("seconds_to_90_percent", "When savings last rose to 90 % of their final amount; null if they were above that from the start"),
             ("stops, longest_stop_us, total_stop_us", "How often and how long threads were stopped"),
             ("moved_pages, move_seconds", "Merged pages moved to another memory node; the CPU time for moving"),
             ("knobs_restored, knobs_deferred", "Whether KSM's settings are as before the run; settings that the kernel refuses to restore while pages are merged, with their values"),
