@@ -8,6 +8,9 @@ const SIZE_READS: u32 = 256;
 /// A process maps and unmaps all the time if its size shrinks this many times during these reads: some 5,000 times a
 /// second. Growing proves nothing.
 const SHRINKS: u32 = 2;
+/// One positive check isn't enough: a program that starts, or frees a few buffers, shrinks as often for a moment. A second
+/// one must follow within this time, nanoseconds.
+const SUSPECT_NS: u64 = 10_000_000_000;
 /// At first, and this many times, we check whenever the size has changed; later checks are further apart. One check
 /// isn't enough, because a program that waits for a processor meanwhile maps nothing.
 const FIRST_CHECKS: u32 = 16;
@@ -24,6 +27,8 @@ pub(super) struct ChurnDetector {
     mapped: Option<u64>,
     checks: u32,
     next_check_ns: u64,
+    /// Until then, another positive check proves that the process maps and unmaps all the time.
+    suspect_until_ns: u64,
     until_ns: u64,
 }
 
@@ -48,7 +53,10 @@ impl ChurnDetector {
                 before = mapped;
             }
             if shrinks >= SHRINKS {
-                self.until_ns = now_ns + LEFT_ALONE_NS;
+                if now_ns < self.suspect_until_ns {
+                    self.until_ns = now_ns + LEFT_ALONE_NS;
+                }
+                self.suspect_until_ns = now_ns + SUSPECT_NS;
             }
         }
         Ok(self.is_restless(now_ns))
@@ -65,10 +73,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_burst_at_the_start_proves_nothing() {
+        let mut churn = ChurnDetector::default();
+        for at_ns in [0, SUSPECT_NS, 2 * SUSPECT_NS] {
+            let mut sizes = [3_000, 2_000, 1_000].into_iter();
+            assert!(!churn.check(at_ns, at_ns, || Ok(sizes.next().unwrap_or(1_000))).unwrap());
+        }
+    }
+
+    #[test]
     fn a_process_that_was_waiting_for_a_processor_is_checked_again_at_once() {
         let mut churn = ChurnDetector::default();
         let mut sizes = (0..).map(|at| 1_000 + at % 2);
-        for number in 0..u64::from(FIRST_CHECKS) {
+        assert!(!churn.check(0, 2, || Ok(sizes.next().unwrap())).unwrap(), "once proves nothing");
+        for number in 1..u64::from(FIRST_CHECKS) {
             let waits = number + 1 < u64::from(FIRST_CHECKS);
             let reads = || Ok(if waits { 1_000 } else { sizes.next().unwrap() });
             assert_eq!(churn.check(number * 1_000_000, number % 2, reads).unwrap(), !waits);
