@@ -146,7 +146,7 @@ impl Doctor<'_> {
         })
     }
 
-    /// The findings as text: the verdict, and then the findings, the worst first.
+    /// The findings as text: what has been restored before, the verdict, and then the findings, the worst first.
     fn text(&self, fixed: Option<&Fixed>, coloured: bool) -> String {
         let mut ordered: Vec<&Finding> = self.findings.iter().collect();
         ordered.sort_by_key(|finding| Reverse(finding.severity));
@@ -155,6 +155,12 @@ impl Doctor<'_> {
         }
         let width = ordered.iter().map(|finding| finding.id.len()).max().unwrap_or(0);
         let mut text = String::new();
+        if let Some(fixed) = fixed {
+            for line in fixed.lines() {
+                text.line(format!(" {} {line}", paint("→", "36", coloured)));
+            }
+            text.blank();
+        }
         text.line(self.verdict());
         for (at, finding) in ordered.iter().enumerate() {
             let (mark, colour) = sign(finding.severity);
@@ -168,12 +174,6 @@ impl Doctor<'_> {
                 if !line.is_empty() {
                     text.line(format!("   {:width$}  {} {line}", "", paint(label, "2", coloured)));
                 }
-            }
-        }
-        if let Some(fixed) = fixed {
-            text.blank();
-            for line in fixed.lines() {
-                text.line(format!(" {} {line}", paint("→", "36", coloured)));
             }
         }
         let notes = self.number(Severity::Note);

@@ -198,11 +198,11 @@ fn row(text: &mut String, name: &str, value: &str) {
 /// Whether KSM's settings are as they were.
 fn ksm_settings(summary: &Summary) -> String {
     let deferred: Vec<String> =
-        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
+        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} can go back to {value}")).collect();
     match summary.mechanism {
         _ if summary.dry_run => "not touched".to_owned(),
         _ if !deferred.is_empty() => {
-            format!("restored except {}, which the kernel only accepts while no page is merged", deferred.join(", "))
+            format!("restored, except that {} only while no page is merged", deferred.join(" and "))
         }
         Mechanism::Request => "merged on request, settings not touched".to_owned(),
         Mechanism::Ksmd => "restored".to_owned(),
