@@ -64,6 +64,9 @@ pub const FAMILIES: &[Family] = &[
         "Memory that merging saves the processes in scope (they would need so much more without it); absent until counted",
         |status| one_if(status.memory.saved_bytes.map(float)),
     ),
+    gauge("pagefold_saved_age_seconds", "Time since the saving was last counted", |status| {
+        one_if(status.memory.saved_age_seconds)
+    }),
     gauge("pagefold_metadata_bytes", "Kernel memory for metadata about the memory that the run has marked", |status| {
         one(float(status.memory.metadata_bytes))
     }),

@@ -8,7 +8,7 @@ fn status() -> Status {
         "schema": "pagefold.status/1", "pid": 7, "scope": "--exe a", "dry_run": false, "mechanism": "request", "only": "all",
         "seconds": 12.5, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
         "paused": false, "busy": true, "ksm_driven": true, "ksm_why": null, "stood_down": false, "foreign_marks": false,
-        "available_bytes": 1073741824, "resident_bytes": 1000, "unmerged_bytes": 1200, "saved_bytes": 400, "may_return_bytes": 500, "saved_machine_bytes": 500, "exited_bytes": 0,
+        "available_bytes": 1073741824, "resident_bytes": 1000, "unmerged_bytes": 1200, "saved_bytes": 400, "saved_age_seconds": 1.5, "may_return_bytes": 500, "saved_machine_bytes": 500, "exited_bytes": 0,
         "marked_bytes": 300, "metadata_bytes": 600, "to_unmark_bytes": 10, "copied_bytes": 4096,
         "copied_worst_day_bytes": 4096,
         "reserve": {"keep": "auto", "take_back": false, "likely_bytes": 8192, "taken_back_bytes": 12288,
