@@ -2,6 +2,7 @@
 
 use crate::blocking::forked;
 use crate::states::command;
+use std::io::{Error, ErrorKind};
 
 pub fn strict() -> Result<(), String> {
     be_strict();
@@ -71,7 +72,9 @@ pub fn still_there(action: &str) -> Result<(), String> {
         "kill" | "kill-thread" => {
             let child = forked(|| _ = madvise());
             let mut status = 0;
-            while unsafe { libc::waitpid(child, &raw mut status, 0) } != child {}
+            while unsafe { libc::waitpid(child, &raw mut status, 0) } == -1
+                && Error::last_os_error().kind() == ErrorKind::Interrupted
+            {}
             libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSYS
         }
         _ => mode == "2",
