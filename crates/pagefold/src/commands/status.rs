@@ -2,6 +2,7 @@
 
 pub mod groups;
 pub mod room;
+pub mod rows;
 mod words;
 
 use crate::control::client::ask;

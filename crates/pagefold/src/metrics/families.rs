@@ -5,7 +5,8 @@
 //! configuration, and, with one trust domain, workloads. No metric names a program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
-use crate::commands::status::groups::ScopeRow;
+use crate::commands::status::groups::{OTHER, ScopeRow};
+use crate::commands::status::rows::{NO_WORKLOAD, by_workload, process_rows};
 use crate::commands::status::{Doing, Status};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::reserve::RoomState;
@@ -13,7 +14,6 @@ use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 
 /// A metric. For the manual, we list its labels here: a status may have no values that show them.
 pub struct Family {
@@ -40,8 +40,6 @@ const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> 
 
 /// The most workloads that a metric names, so that a host where they come and go doesn't flood the database.
 const WORKLOADS_MOST: usize = 20;
-/// The label of the sum of all others, and of programs that belong to no workload.
-const OTHER_WORKLOADS: &str = "other";
 const GOVERNORS: [Governor; 4] = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
 const ROOM_STATES: [RoomState; 3] = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];
 
@@ -313,22 +311,19 @@ fn saved_by_workload(status: &Status) -> Vec<Sample> {
     if status.memory.saved_bytes.is_none() || status.programs.domains.len() > 1 {
         return Vec::new();
     }
-    let mut workloads = BTreeMap::<&str, u64>::new();
-    for process in &status.programs.processes {
-        let workload = process.workload.as_deref().unwrap_or(OTHER_WORKLOADS);
-        *workloads.entry(workload).or_default() += process.saved_bytes.unwrap_or(0);
-    }
-    let mut other_bytes = workloads.remove(OTHER_WORKLOADS).unwrap_or(0);
-    let mut rows: Vec<(&str, u64)> = workloads.into_iter().collect();
-    rows.sort_by_key(|&(_, bytes)| Reverse(bytes));
-    for (_, bytes) in rows.split_off(rows.len().min(WORKLOADS_MOST)) {
-        other_bytes += bytes;
-    }
-    rows.push((OTHER_WORKLOADS, other_bytes));
+    let mut rows = by_workload(process_rows(&status.programs.processes));
+    rows.sort_by_key(|row| Reverse(row.saved_bytes));
     let mut samples = Vec::new();
-    for (workload, bytes) in rows {
-        samples.push(sample(&[("workload", workload)], float(bytes)));
+    let mut other_bytes = 0;
+    for row in rows {
+        let saved_bytes = row.saved_bytes.unwrap_or(0);
+        if row.workload == NO_WORKLOAD || samples.len() == WORKLOADS_MOST {
+            other_bytes += saved_bytes;
+        } else {
+            samples.push(sample(&[("workload", &row.workload)], float(saved_bytes)));
+        }
     }
+    samples.push(sample(&[("workload", OTHER)], float(other_bytes)));
     samples
 }
 

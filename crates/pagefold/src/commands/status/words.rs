@@ -1,6 +1,7 @@
 //! The text of `status`.
 
 use super::groups::{TOO_MANY, UNMERGED};
+use super::rows::{NO_WORKLOAD, Row, by_workload, process_rows};
 use super::{Doing, DomainRow, ProcessRow, Status, count_targets};
 use crate::output::placement::PlacementView;
 use crate::output::requests;
@@ -12,10 +13,11 @@ use pagefold_engine::units::Pages;
 use pagefold_host::check::users;
 use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
+use std::cmp::Reverse;
 use std::fmt::Write;
 
-/// We show at most this many processes, and sum up the others.
-const PROCESSES: usize = 8;
+/// A table has at most this many rows. We sum up the others.
+const ROWS: usize = 8;
 const BAR: usize = 20;
 const WIDTH: usize = 78;
 
@@ -37,6 +39,7 @@ pub fn describe(status: &Status, style: Style) -> String {
         return text;
     }
     kinds(&mut text, status, style);
+    workload_table(&mut text, &status.programs.processes, style);
     process_table(&mut text, &status.programs.processes, status.xen.is_some(), style);
     if let Some(places) = &status.numa {
         places.describe(&mut text, style);
@@ -315,28 +318,48 @@ fn share_of_all(resident: Pages, status: &Status) -> f64 {
     resident.bytes().0 as f64 / status.memory.resident_bytes.max(1) as f64
 }
 
-/// The largest of these processes or guests, a line each.
+/// The processes or guests that save most, a line each.
 pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bool, style: Style) {
+    let title = if are_guests { "     ID  GUEST" } else { "    PID  PROGRAM" };
+    table(text, title, &process_rows(processes), style);
+    if processes.len() > ROWS {
+        let rest = &processes[ROWS..];
+        let memory = rest.iter().map(|row| row.memory.unmerged_bytes).sum();
+        let others = count_targets(rest.len(), are_guests);
+        text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
+    }
+}
+
+/// The workloads that save most, a line each. Nothing if no process belongs to one.
+fn workload_table(text: &mut String, processes: &[ProcessRow], style: Style) {
+    let mut rows = by_workload(process_rows(processes));
+    if rows.iter().any(|row| row.workload != NO_WORKLOAD) {
+        rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.unmerged_bytes)));
+        table(text, "  PROCS  WORKLOAD", &rows, style);
+        if rows.len() > ROWS {
+            let others = count(rows.len() - ROWS, "workload", "workloads");
+            text.line(style.dim(&format!("           … and {others} more (all of them: --json)")));
+        }
+    }
+}
+
+/// A table of the first rows.
+fn table(text: &mut String, title: &str, rows: &[Row], style: Style) {
     text.blank();
-    let who = if are_guests { " ID  GUEST  " } else { "PID  PROGRAM" };
-    text.line(style.dim(&format!("      {who}            MEMORY     SAVED    MARKED  DUPLICATE")));
-    for row in processes.iter().take(PROCESSES) {
-        let begin = format!("  {:>7}  {:<16}", row.pid, shorten(&row.name, 16));
+    text.line(style.dim(&format!("  {title:<30}  MEMORY     SAVED   SHARE    MARKED  DUPLICATE")));
+    for row in rows.iter().take(ROWS) {
+        let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
+        let begin = format!("  {number:>7}  {:<19}", shorten(&row.name, 19));
         if let Some(why) = &row.left_alone {
             text.line(format!("{begin} {}", style.dim(&format!("left alone: {why}"))));
             continue;
         }
-        let resident = size(row.memory.unmerged_bytes);
+        let memory = size(row.memory.unmerged_bytes);
+        let saved = saved_size(row.saved_bytes);
+        let share = row.saved_share();
         let marked = size(row.memory.marked_bytes);
         let expected = size(row.memory.expected_bytes);
-        let saved = saved_size(row.saved_bytes);
-        text.line(format!("{begin} {resident:>8}  {saved:>8}  {marked:>8}  {expected:>9}"));
-    }
-    if processes.len() > PROCESSES {
-        let rest = &processes[PROCESSES..];
-        let memory = rest.iter().map(|row| row.memory.unmerged_bytes).sum();
-        let others = count_targets(rest.len(), are_guests);
-        text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
+        text.line(format!("{begin} {memory:>8}  {saved:>8}  {share:>6}  {marked:>8}  {expected:>9}"));
     }
 }
 

@@ -267,7 +267,8 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         Column { title: Cell::new(name), width: Constraint::Length(name_width), from_width: 0 },
         figure(Sort::Memory, "MEMORY", 9, 47),
         figure(Sort::Saved, "SAVED", 9, 0),
-        Column { title: Cell::new(""), width: Constraint::Length(ROW_BAR), from_width: 96 },
+        Column { title: right("SHARE".to_owned()), width: Constraint::Length(6), from_width: 90 },
+        Column { title: Cell::new(""), width: Constraint::Length(ROW_BAR), from_width: 103 },
         figure(Sort::Marked, "MARKED", 9, 78),
         figure(Sort::Duplicate, "DUPLICATE", 11, 68),
         Column {
@@ -288,7 +289,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let most = all.iter().filter_map(|row| row.saved_bytes).max().unwrap_or(0).max(1) as f64;
     for row in all {
         let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
-        let last = match (row.left_alone, row.pid) {
+        let last = match (&row.left_alone, row.pid) {
             (Some(why), _) => {
                 let why = format!("left alone: {}", printable(why.as_bytes()));
                 Cell::new(shorten(&why, rest.into())).style(Look::dim())
@@ -301,6 +302,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             Cell::new(shorten(&printable(row.name.as_bytes()), name_width.into())),
             right(size(row.memory.unmerged_bytes)),
             right(saved_size(row.saved_bytes)).style(look.good()),
+            right(row.saved_share()),
             Cell::new(bar(row.saved_bytes.unwrap_or(0) as f64 / most, ROW_BAR.into())).style(look.good()),
             right(size(row.memory.marked_bytes)),
             right(size(row.memory.expected_bytes)),

@@ -1,11 +1,10 @@
 //! `top` as one self-contained web page: the run's state, its savings over time, and its latest events.
 
 use super::activity;
-use super::state::{NO_WORKLOAD, Row, by_workload, process_rows};
 use crate::commands::status::Status;
+use crate::commands::status::rows::{NO_WORKLOAD, Row, by_workload, process_rows};
 use crate::history::{Moment, Point, points};
 use crate::output::page::{Chart, Curve, Origin, Unit, clock, escape, page as framed};
-use pagefold_engine::state::MemoryTotal;
 use pagefold_engine::units::Pages;
 use pagefold_text::figures::time;
 use pagefold_text::style::{count, human, percent};
@@ -139,15 +138,16 @@ impl Period {
     }
 }
 
-const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Saved</th><th class=\"n wide\">Marked</th><th class=\"n wide\">Duplicate</th>";
+const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Saved</th><th class=\"n wide\">Share</th><th class=\"n wide\">Marked</th><th class=\"n wide\">Duplicate</th>";
 
-fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
+fn memory_cells(row: &Row) -> String {
     let mut cells = String::new();
     let sizes = [
-        ("n", size(memory.unmerged_bytes)),
-        ("n", saved_bytes.map_or("counting".to_owned(), size)),
-        ("n wide", size(memory.marked_bytes)),
-        ("n wide", size(memory.expected_bytes)),
+        ("n", size(row.memory.unmerged_bytes)),
+        ("n", row.saved_bytes.map_or("counting".to_owned(), size)),
+        ("n wide", row.saved_share()),
+        ("n wide", size(row.memory.marked_bytes)),
+        ("n wide", size(row.memory.expected_bytes)),
     ];
     for (class, size) in sizes {
         let _ = write!(cells, "<td class=\"{class}\">{size}</td>");
@@ -156,7 +156,7 @@ fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
 }
 
 fn programs(html: &mut String, status: &Status) {
-    let mut sums = by_workload(process_rows(status));
+    let mut sums = by_workload(process_rows(&status.programs.processes));
     if sums.iter().all(|sum| sum.workload == NO_WORKLOAD) {
         sums.clear();
     }
@@ -169,7 +169,7 @@ fn programs(html: &mut String, status: &Status) {
                 "<td class=\"name\">{}</td><td class=\"n wide\">{}</td>{}",
                 escape(name),
                 sum.processes,
-                memory_cells(&sum.memory, sum.saved_bytes)
+                memory_cells(sum)
             )
         });
     }
@@ -182,7 +182,7 @@ fn programs(html: &mut String, status: &Status) {
         format!(
             "<td class=\"n\">{pid}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
             escape(&row.name),
-            memory_cells(&row.memory, row.saved_bytes),
+            memory_cells(row),
             escape(&row.workload)
         )
     });
@@ -191,7 +191,7 @@ fn programs(html: &mut String, status: &Status) {
 /// The table's rows: processes of the same program in the same workload share a row.
 fn equal_processes(status: &Status) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for mut process in process_rows(status) {
+    for mut process in process_rows(&status.programs.processes) {
         if let Some(why) = process.left_alone.take() {
             process.workload = format!("left alone: {why}");
         } else if process.workload == NO_WORKLOAD {

@@ -3,19 +3,16 @@
 use super::{Answer, Moments, SINCE};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
-use pagefold_engine::state::MemoryTotal;
+use crate::commands::status::rows::{NO_WORKLOAD, Row, by_workload, process_rows};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// We keep at most this many points for the curve: two hours.
 const POINTS_MOST: usize = 7_200;
 /// How many rows the page keys move by.
 const PAGE: isize = 10;
-/// We show this for a process that belongs to no workload.
-pub const NO_WORKLOAD: &str = "-";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
@@ -67,19 +64,6 @@ pub enum Sort {
 
 impl Sort {
     pub const ALL: [Self; 6] = [Self::Saved, Self::Memory, Self::Marked, Self::Duplicate, Self::Name, Self::Pid];
-}
-
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Row {
-    /// `None` for a workload.
-    pub pid: Option<i32>,
-    pub name: String,
-    pub workload: String,
-    pub processes: usize,
-    pub memory: MemoryTotal,
-    /// `None` while we don't know yet.
-    pub saved_bytes: Option<u64>,
-    pub left_alone: Option<String>,
 }
 
 pub struct Top {
@@ -300,7 +284,7 @@ impl Top {
 
     pub fn rows(&self) -> Vec<Row> {
         let Some(status) = &self.status else { return Vec::new() };
-        let mut rows = process_rows(status);
+        let mut rows = process_rows(&status.programs.processes);
         if self.rows_are == Rows::Workload {
             rows = by_workload(rows);
         }
@@ -326,35 +310,4 @@ impl Top {
         }
         rows
     }
-}
-
-pub fn process_rows(status: &Status) -> Vec<Row> {
-    let mut rows = Vec::new();
-    for process in &status.programs.processes {
-        rows.push(Row {
-            pid: Some(process.pid),
-            name: process.name.clone(),
-            workload: process.workload.as_deref().unwrap_or(NO_WORKLOAD).to_owned(),
-            processes: 1,
-            memory: process.memory,
-            saved_bytes: process.saved_bytes,
-            left_alone: process.left_alone.clone(),
-        });
-    }
-    rows
-}
-
-/// Sums up processes into a row for each workload, in the order of names.
-pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
-    let mut rows: BTreeMap<String, Row> = BTreeMap::new();
-    for Row { workload, memory, saved_bytes, .. } in processes {
-        let row =
-            rows.entry(workload.clone()).or_insert_with(|| Row { name: workload.clone(), workload, ..Row::default() });
-        row.processes += 1;
-        row.memory += memory;
-        if let Some(bytes) = saved_bytes {
-            row.saved_bytes = Some(row.saved_bytes.unwrap_or(0) + bytes);
-        }
-    }
-    rows.into_values().collect()
 }
