@@ -283,10 +283,12 @@ impl Status {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
     }
 
-    /// How long the work at hand will take, in words. `None` if that's less than a second, or unknown.
-    pub fn done_in(&self) -> Option<String> {
+    /// How long the work at hand will take, in words; until something is saved, that's also the longest that it takes to
+    /// the first saving. `None` if that's less than a second, or unknown.
+    pub fn forecast(&self) -> Option<String> {
         let seconds = self.activity.done_in_seconds.filter(|seconds| *seconds >= 1.0)?;
-        Some(format!("about {}", time(seconds)))
+        let event = if self.result_bytes() == Some(0) { "first saving within" } else { "done in" };
+        Some(format!("{event} about {}", time(seconds)))
     }
 
     /// The run's activities right now. There may be several.

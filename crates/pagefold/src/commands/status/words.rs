@@ -251,7 +251,7 @@ fn state(status: &Status) -> String {
         return "watching: nothing to do until something changes".to_owned();
     }
     let names: Vec<String> = doing.iter().map(Doing::to_string).collect();
-    let end = status.done_in().map_or(String::new(), |end| format!("; done in {end}"));
+    let end = status.forecast().map_or(String::new(), |end| format!("; {end}"));
     names.join(", ") + &end
 }
 

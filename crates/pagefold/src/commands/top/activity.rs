@@ -40,8 +40,8 @@ pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
         return (mood, format!("Watching for changes, for {share} of a core. {progress}"));
     }
     let mood = if gain > 0 || history.len() < 2 { Mood::Useful } else { Mood::Searching };
-    let end = status.done_in().map_or(String::new(), |end| format!("Done in {end}. "));
-    (mood, format!("{}. {end}{progress}", work(status)))
+    let end = status.forecast().map_or(String::new(), |end| format!(", {end}"));
+    (mood, format!("{}{end}. {progress}", work(status)))
 }
 
 /// The change in savings since the point `before`, and the CPU time spent.
