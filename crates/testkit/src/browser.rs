@@ -48,9 +48,31 @@ impl Browser {
         document
     }
 
+    /// Checks that the page and its tables fit into 400 pixels. The page forbids scripts, so the one that measures it is in
+    /// another page around it.
+    #[track_caller]
+    fn assert_narrow(&self, page: &Path) {
+        let around = self.dir.path().join("around.html");
+        let text = format!(
+            "<title>unknown</title><iframe src='file://{}' style='width: 400px; height: 2200px; border: 0'></iframe>
+            <script>onload = () => {{
+                const inside = document.querySelector('iframe').contentDocument;
+                const ends = [...inside.querySelectorAll('table')].map(table => table.getBoundingClientRect().right);
+                document.title = Math.max(inside.documentElement.scrollWidth, ...ends);
+            }}</script>",
+            page.display()
+        );
+        fs::write(&around, text).unwrap();
+        let document = self.open(&around, &["--allow-file-access-from-files", "--dump-dom"]);
+        let width = document.split("<title>").nth(1).and_then(|rest| rest.split_once('<')).unwrap().0;
+        let width: f64 = width.parse().unwrap_or_else(|_| panic!("{width}: {document}"));
+        assert!(width <= 400.0, "the page is {width} pixels wide");
+    }
+
     /// Takes a picture for each width and colour scheme. Keeps them in PAGEFOLD_PAGES_KEEP if that is set.
     #[track_caller]
     pub fn pictures(&self, page: &Path) {
+        self.assert_narrow(page);
         let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
         let name = page.file_stem().unwrap().to_str().unwrap();
         let widths = [400, 800, 1400];

@@ -79,7 +79,8 @@ fn configuration() -> Roff {
         roff.control("SH", [format!("[{}]", section.name).as_str()]).text([roman(section.about)]);
         section.options.iter().for_each(|option| key(&mut roff, option));
     }
-    see_also(&mut roff, ["pagefold", "pagefold-run", "pagefold-config"].map(|page| (page.to_owned(), "1")).into_iter());
+    let related = [("pagefold", "1"), ("pagefold-run", "8"), ("pagefold-config", "1")];
+    see_also(&mut roff, related.map(|(page, section)| (page.to_owned(), section)).into_iter());
     roff
 }
 
