@@ -124,16 +124,19 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     ksm.assert_restored();
 }
 
-/// The list of excluded processes outlives the daemon, whether the daemon has written it or the command itself.
+/// The list of excluded processes and containers outlives the daemon, whether the daemon has written it or the command
+/// itself.
 #[test]
-fn excluded_processes_stay_out_after_a_restart_until_they_are_included() {
+fn what_is_excluded_stays_out_after_a_restart_until_it_is_included() {
     let Some(ksm) = KsmAtRest::take() else { return };
+    let Some((group, id)) = cgroup::container() else { return skip("no cgroups") };
     let mut holders = same(96, 4);
     let pids = pids(&holders);
-    let by_pid = |at: usize| ["--pid".to_owned(), pids[at].to_string()];
+    group.add(pids[0]);
+    let selectors = [["--container".to_owned(), id[..12].to_owned()], ["--pid".to_owned(), pids[1].to_string()]];
     let command = |name: &'static str, at: usize| {
-        let [flag, pid] = by_pid(at);
-        json_of(&[name, &flag, &pid])
+        let [flag, value] = &selectors[at];
+        json_of(&[name, flag, value])
     };
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids, MERGED);
@@ -149,7 +152,7 @@ fn excluded_processes_stay_out_after_a_restart_until_they_are_included() {
     // Without a daemon.
     let summary = command("exclude", 1);
     assert_eq!(summary["by_daemon"], false);
-    assert_eq!(summary["kept_out"], by_pid(1).join(" "));
+    assert_eq!(summary["kept_out"], selectors[1].join(" "));
     assert_unmarked(&pids[..2]);
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
     wait_until_merged(&pids[2..], MERGED);

@@ -28,6 +28,12 @@ impl Cgroup {
     /// hierarchy isn't mounted.
     pub fn create(hierarchy: &str) -> Option<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        Self::named(hierarchy, &format!("pagefold-test-{}-{number}", std::process::id()))
+    }
+
+    /// As [`Self::create`], with this name.
+    pub fn named(hierarchy: &str, name: &str) -> Option<Self> {
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
         let root = mounts.lines().find_map(|line| {
             let mut fields = line.split(' ').skip(1);
@@ -38,8 +44,7 @@ impl Cgroup {
             };
             wanted.then(|| PathBuf::from(point))
         })?;
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = root.join(format!("pagefold-test-{}-{number}", std::process::id()));
+        let path = root.join(name);
         fs::create_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         Some(Self { path, root })
     }
@@ -79,6 +84,13 @@ impl Drop for Cgroup {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// The control group of a container, as Docker names it under systemd, and the container's identifier.
+pub fn container() -> Option<(Cgroup, String)> {
+    let id = format!("{:08x}{:056x}", std::process::id(), 0xc0ffee);
+    let name = format!("docker-{id}.scope");
+    Some((Cgroup::named("pids", &name).or_else(|| Cgroup::named("unified", &name))?, id))
 }
 
 /// A control group that freezes its members.
