@@ -52,6 +52,12 @@ const KEYS: usize = 19;
 const WIDE: u16 = 160;
 const EVENTS: u16 = 64;
 
+// These can be read on dark and on light terminals. We take them from the fixed part of the palette: terminals draw the
+// first 16 colours as they like, and most draw green and cyan too bright for a white background.
+pub const GREEN: Color = Color::Indexed(64);
+pub const BLUE: Color = Color::Indexed(31);
+pub const PURPLE: Color = Color::Indexed(133);
+
 /// Chooses styles. Without colour they're plain.
 #[derive(Clone, Copy)]
 pub struct Look(bool);
@@ -62,12 +68,11 @@ impl Look {
     }
 
     pub fn good(self) -> Style {
-        self.of(Color::Green)
+        self.of(GREEN)
     }
 
     pub fn warn(self) -> Style {
-        // Yellow is unreadable on white, and blue on black.
-        self.of(Color::Magenta)
+        self.of(PURPLE)
     }
 
     pub fn dim() -> Style {
@@ -82,7 +87,7 @@ impl Look {
         match kind {
             Kind::StaticallyDuplicated => self.good(),
             Kind::CowBroken | Kind::ShortLived => self.warn(),
-            Kind::Sparse => self.of(Color::Cyan),
+            Kind::Sparse => self.of(BLUE),
             Kind::Unknown => Self::dim(),
         }
     }
@@ -169,7 +174,7 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     let bar = room.saturating_sub(saved.chars().count().max(cpu.chars().count())).min(BAR);
     let lines = vec![
         gauge(name, share, bar, look.good(), saved),
-        gauge("CPU", used / allowed.max(1e-4), bar, look.of(Color::Cyan), cpu),
+        gauge("CPU", used / allowed.max(1e-4), bar, look.of(BLUE), cpu),
     ];
     frame.render_widget(Paragraph::new(lines), bars);
     draw_curve(frame, curve, &top.seen, look);
@@ -286,6 +291,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     }
     let mut rows = Vec::new();
     let all = top.rows();
+    let bold = Style::new().add_modifier(Modifier::BOLD);
     let most = all.iter().filter_map(|row| row.saved_bytes).max().unwrap_or(0).max(1) as f64;
     for row in all {
         let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
@@ -301,7 +307,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             right(number),
             Cell::new(shorten(&printable(row.name.as_bytes()), name_width.into())),
             right(size(row.memory.unmerged_bytes)),
-            right(saved_size(row.saved_bytes)).style(look.good()),
+            right(saved_size(row.saved_bytes)).style(bold),
             right(row.saved_share()),
             Cell::new(bar(row.saved_bytes.unwrap_or(0) as f64 / most, ROW_BAR.into())).style(look.good()),
             right(size(row.memory.marked_bytes)),
@@ -352,7 +358,7 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     for row in &status.totals.next {
         let when = row.soonest_seconds.map_or(String::new(), |seconds| format!(", first in {}", time(seconds)));
         let name = format!("{}{when}", row.verb);
-        lines.push(total(name_width, &name, row.resident, row.regions, all, look.of(Color::Cyan)));
+        lines.push(total(name_width, &name, row.resident, row.regions, all, look.of(BLUE)));
     }
     frame.render_widget(Paragraph::new(lines), area);
 }

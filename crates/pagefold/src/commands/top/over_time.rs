@@ -1,13 +1,13 @@
 //! Draws the history on the screen: the savings, and the CPU time spent on them.
 
-use super::draw::{Look, say};
+use super::draw::{BLUE, Look, say};
 use super::state::Top;
 use crate::history::{Moment, Point, points};
 use crate::output::page::Unit;
 use pagefold_text::figures::time;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
-use ratatui::style::{Color, Style};
+use ratatui::style::Style;
 use ratatui::symbols::Marker;
 use ratatui::widgets::{Axis, Chart, Dataset, GraphType};
 
@@ -30,7 +30,7 @@ pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let saved = runs(&points, now, |point| Some(point.moment.result_bytes() as f64));
     draw_runs(frame, above, name, look.good(), Unit::BYTES, &saved, since);
     let cpu = runs(&points, now, |point| point.cpu.map(|share| 100.0 * share));
-    draw_runs(frame, below, "CPU time", look.of(Color::Cyan), Unit::PERCENT, &cpu, since);
+    draw_runs(frame, below, "CPU time", look.of(BLUE), Unit::PERCENT, &cpu, since);
 }
 
 /// Points of a curve: the time in seconds (now is 0, the past is negative), and the value.

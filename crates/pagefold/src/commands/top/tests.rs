@@ -1,5 +1,5 @@
 use super::activity::{Mood, describe};
-use super::draw::draw;
+use super::draw::{BLUE, GREEN, PURPLE, draw};
 use super::html::{self, Sources};
 use super::state::{Point, Rows, Sort, Top, View};
 use super::{Answer, print_once, screen};
@@ -318,6 +318,35 @@ fn every_view_has_its_golden_screens() {
     }
 }
 
+/// A colour of the fixed palette: 6 by 6 by 6 from 16 on.
+fn rgb(index: u8) -> u32 {
+    let level = |step: u32| if step == 0 { 0 } else { 55 + 40 * step };
+    let place = u32::from(index) - 16;
+    level(place / 36) << 16 | level(place / 6 % 6) << 8 | level(place % 6)
+}
+
+/// The relative luminance of a colour, as WCAG 2 defines it.
+fn luminance(colour: u32) -> f64 {
+    let part = |shift: u32| {
+        let value = f64::from(colour >> shift & 0xff) / 255.0;
+        if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+    };
+    0.2126 * part(16) + 0.7152 * part(8) + 0.0722 * part(0)
+}
+
+#[test]
+fn colours_have_a_contrast_of_3_on_dark_and_light_terminals() {
+    // xterm, Solarized, GNOME and Ubuntu.
+    for background in [0x00_0000, 0xff_ffff, 0x00_2b36, 0xfd_f6e3, 0x1e_1e1e, 0x30_0a24] {
+        for colour in [GREEN, BLUE, PURPLE] {
+            let Color::Indexed(index) = colour else { panic!("{colour:?} depends on the terminal") };
+            let (one, other) = (luminance(rgb(index)), luminance(background));
+            let contrast = (one.max(other) + 0.05) / (one.min(other) + 0.05);
+            assert!(contrast >= 3.0, "{contrast:.2} for {colour:?} on {background:06x}");
+        }
+    }
+}
+
 /// The width and height of a character in the picture, pixels.
 const CELL: (u16, u16) = (8, 17);
 
@@ -343,9 +372,7 @@ fn picture(top: &mut Top, (width, height): (u16, u16)) -> String {
             }
             let reversed = style.add_modifier.contains(Modifier::REVERSED);
             let colour = match style.fg {
-                Some(Color::Green) => "#4fb588",
-                Some(Color::Cyan) => "#5fc3cf",
-                Some(Color::Magenta) => "#d79be0",
+                Some(Color::Indexed(index)) => &*format!("#{:06x}", rgb(index)),
                 _ if style.add_modifier.contains(Modifier::DIM) => "#98a2b3",
                 _ => "#e6e9ef",
             };
