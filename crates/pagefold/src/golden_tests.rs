@@ -682,6 +682,8 @@ fn the_reasons_why_nothing_is_shared_are_shown() {
         error_bytes: 9 << 20,
         totals,
         rows: vec![why_row("4001 cloud-hypervisor", 1), why_row("4003 a-program-with-a-long-name", 1)],
+        frames_between_domains: Some(CommonFrames { merged: 0, by_fork: 0, by_file: 1_024 }),
+        unexamined_bytes: 0,
         causes,
         pair: Some(PairReport {
             pids: [4_001, 4_003],
@@ -702,12 +704,15 @@ fn the_reasons_why_nothing_is_shared_are_shown() {
     check("why.txt", &why::words::text(&report, Style::plain_text()));
     check("why.json", &json(&report).unwrap());
     let isolated = Row { frames_in_common: CommonFrames::default(), ..report.totals.clone() };
-    let exact = WhyReport { exact: true, totals: isolated, pair: None, ..report };
+    let exact = WhyReport { exact: true, totals: isolated, frames_between_domains: None, pair: None, ..report };
+    let unproven = WhyReport { unexamined_bytes: 15 << 20, ..exact.clone() };
     let text = why::words::text(&exact, Style::plain_text());
     check("why-isolated.txt", &text);
     for line in text.lines() {
         assert!(line.chars().count() <= 80, "{line}");
     }
+    let text = why::words::text(&unproven, Style::plain_text());
+    assert!(text.contains("Isolation isn't proven") && text.contains("couldn't look at those of 15 MiB"), "{text}");
 }
 
 #[test]

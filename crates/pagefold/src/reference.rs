@@ -112,6 +112,8 @@ pub const SCHEMAS: &[Schema] = &[
             ("totals.shared_by_fork_bytes, totals.shared_by_file_bytes", "Memory saved because processes share frames by fork, or by mapping the same file"),
             ("totals.unknown[].reason, totals.unknown[].bytes", "Memory that we couldn't read, or mustn't"),
             ("totals.frames_in_common.merged, totals.frames_in_common.by_fork, totals.frames_in_common.by_file", "Frames that several rows map (in a row: this one and another). All 0: nothing is shared"),
+            ("frames_between_domains", "As frames_in_common, mapped by several trust domains; missing if there's one domain"),
+            ("unexamined_bytes", "Memory whose frames couldn't be looked at, so the frames in common are not all"),
             ("causes[].cause, causes[].about, causes[].remedies", "The causes that occur, and what would change them"),
             ("pair", "With two processes: how the second one's memory relates to the first one's"),
             ("pair.pids, pair.pages, pair.sampled_fraction", "The processes; how many pages of like mappings were compared; their share"),

@@ -174,6 +174,14 @@ fn two_processes_are_compared_page_by_page() {
     assert!(common["by_fork"].as_u64().unwrap() >= PAGES, "{common}");
 }
 
+/// A cgroup whose programs are in a trust domain of their own.
+fn another_domain() -> Option<Cgroup> {
+    let group = Cgroup::create("unified")?;
+    let code = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.domain', b'another')";
+    let set = std::process::Command::new("python3").args(["-c", code]).arg(group.path()).status();
+    set.is_ok_and(|status| status.success()).then_some(group)
+}
+
 #[test]
 fn copies_of_the_program_share_no_frame_of_their_own() {
     if !can_read_pages() {
@@ -196,11 +204,40 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
     let children = [one, other].map(OwnedChild);
     std::thread::sleep(std::time::Duration::from_millis(200));
     let pids = children.each_ref().map(|child| i32::try_from(child.0.id()).unwrap());
-    let report = why(&pids, &[]);
-    let common = &report["totals"]["frames_in_common"];
-    for kind in ["merged", "by_fork", "by_file"] {
-        assert_eq!(common[kind], 0, "{common}");
+    let Some(group) = another_domain() else { return skip("cgroups have no extended attributes here") };
+    group.add(pids[1]);
+    let with_domains = why(&pids, &[]);
+    for common in [&with_domains["totals"]["frames_in_common"], &with_domains["frames_between_domains"]] {
+        for kind in ["merged", "by_fork", "by_file"] {
+            assert_eq!(common[kind], 0, "{with_domains}");
+        }
     }
+    assert_eq!(with_domains["unexamined_bytes"], 0);
+    assert!(with_domains["totals"]["unknown"].to_string().contains("in trust domain another"), "{with_domains}");
+    drop(group);
+    let one_domain = why(&pids, &[]);
+    assert_eq!(one_domain["frames_between_domains"], Value::Null);
+    assert_eq!(one_domain["totals"]["frames_in_common"], with_domains["totals"]["frames_in_common"]);
+}
+
+/// Frames of other trust domains count although we don't read them, and memory that we mustn't look at isn't passed over.
+#[test]
+fn only_frames_that_were_looked_at_prove_isolation() {
+    if !can_read_pages() {
+        return;
+    }
+    let Some(group) = another_domain() else { return skip("cgroups have no extended attributes here") };
+    let copy = ProgramCopy::of(&victim_binary("holder"), "another-domain");
+    let pair = [Holder::with(PAGES, 1 << 40), Holder::with_as(&copy, PAGES, 1 << 40)];
+    let pids = pair.each_ref().map(Holder::pid);
+    group.add(pids[1]);
+    let report = why(&pids, &[]);
+    // Both map the C library.
+    assert!(report["frames_between_domains"]["by_file"].as_u64().unwrap() > 0, "{report}");
+    assert_eq!(report["unexamined_bytes"], 0);
+    drop(group);
+    let denied = why(&pids, &["--deny", copy.name()]);
+    assert!(denied["unexamined_bytes"].as_u64().unwrap() >= PAGES << 12, "{denied}");
 }
 
 #[test]

@@ -62,7 +62,7 @@ pub struct Wanted {
 pub struct Surveyed {
     pub scoped: ProcessInfo,
     pub excluded: Vec<LeftOut>,
-    /// Why we leave out the whole process, if we do.
+    /// Why we leave out the whole process, if we do. Of those in other trust domains we may look at the frames.
     pub refused: Option<Exclusion>,
     /// The option or command that would bring the process in, to print after the reason.
     pub way_in: String,
@@ -229,7 +229,9 @@ impl Survey {
             surveyed.refused = self.same_memory(process)?;
         }
         let mut left_out = LeftOutByReason::default();
-        if let Some(refused) = &surveyed.refused {
+        // To see whether trust domains share frames, we look at those of all domains, but don't read them.
+        let only_frames = with_causes && matches!(surveyed.refused, Some(Exclusion::OtherDomain { .. }));
+        if let Some(refused) = surveyed.refused.as_ref().filter(|_| !only_frames) {
             surveyed.way_in = bounds.way_in(&surveyed.scoped, &refused.to_string());
             // We report the process's size, but read none of its pages.
             let details = reader.run(process, |_, process| read_smaps(process)).unwrap_or_default();
@@ -295,7 +297,7 @@ impl Survey {
                     });
                 }
                 *numbers += 1;
-                let is_read = cause.is_none_or(Cause::is_read);
+                let is_read = !only_frames && cause.is_none_or(Cause::is_read);
                 surveyed.regions.push(Region { number: *numbers, cell, is_read, runs });
             }
         }
@@ -368,8 +370,9 @@ impl Survey {
                     self.shared.push((holder.frame, cell));
                 }
             }
-            let first = holders[0];
-            let process = &mut self.processes[first.process as usize];
+            let may_be_read = |holder: &&Joint| self.processes[index(holder.process)].refused.is_none();
+            let Some(&first) = holders.iter().find(may_be_read) else { continue };
+            let process = &mut self.processes[index(first.process)];
             if merged {
                 process.merged.push(first.page);
             } else {

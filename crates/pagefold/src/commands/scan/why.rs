@@ -40,6 +40,11 @@ pub struct WhyReport {
     pub totals: Row,
     /// A row for each workload, or program that belongs to none. If the scope has only pids: for each process.
     pub rows: Vec<Row>,
+    /// Frames that several trust domains map, if there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub frames_between_domains: Option<CommonFrames>,
+    /// Memory whose frames we couldn't look at.
+    pub unexamined_bytes: u64,
     /// The causes that occur, with the settings that would remove them.
     pub causes: Vec<CauseRow>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -138,6 +143,10 @@ pub fn report(args: &ScanArgs) -> Result<WhyReport> {
     add_cells(&memory, &groups, &all, &mergeable, &mut sums);
     add_processes(&memory.survey, &groups, &mut sums);
     let total_common = add_common_frames(&memory.survey, &groups, &mut sums);
+    let domains = Groups::of(memory.survey.processes.iter().map(|process| format!("{:?}", process.domain)));
+    let mut sums_by_domain: Vec<Sums> = domains.names.iter().map(|_| Sums::default()).collect();
+    let between_domains = add_common_frames(&memory.survey, &domains, &mut sums_by_domain);
+    let unseen = memory.survey.processes.iter().flat_map(|process| &process.unseen);
     let mut total = Sums { common: total_common, ..Sums::default() };
     let mut rows = Vec::new();
     for (name, sums) in groups.names.iter().zip(&sums) {
@@ -160,6 +169,8 @@ pub fn report(args: &ScanArgs) -> Result<WhyReport> {
         exact: fraction >= 1.0,
         sampled_fraction: fraction.min(1.0),
         error_bytes: bytes_of(all.error),
+        frames_between_domains: (domains.names.len() > 1).then_some(between_domains),
+        unexamined_bytes: unseen.map(|unseen| unseen.bytes).sum(),
         totals,
         rows,
         causes,
@@ -276,18 +287,19 @@ fn add_cells(memory: &ProcessMemory, groups: &Groups, all: &Findings, mergeable:
         }
         sums.merged += cell.merged.0 as f64;
         sums.add_unknown("swapped out", cell.swapped.0 as f64);
-        let is_read = cause.is_none_or(Cause::is_read);
+        let is_read = process.refused.is_none() && cause.is_none_or(Cause::is_read);
         let unread = match (memory.asked[number], memory.got[number]) {
             _ if !is_read => held,
             (0, _) => cell.private.0 as f64,
             (asked, got) => held * (1.0 - got as f64 / asked as f64),
         };
-        let reason = match cause {
-            Some(cause) if !is_read => cause.name(),
-            _ if memory.asked[number] == 0 => "not in the sample",
-            _ => "could not be read, or gone meanwhile",
+        let reason = match (&process.refused, cause) {
+            (Some(refused), _) => refused.to_string(),
+            (None, Some(cause)) if !is_read => cause.name().to_owned(),
+            _ if memory.asked[number] == 0 => "not in the sample".to_owned(),
+            _ => "could not be read, or gone meanwhile".to_owned(),
         };
-        sums.add_unknown(reason, unread);
+        sums.add_unknown(&reason, unread);
         let read = held - unread;
         let duplicate = all.cells[number].savable_gross.clamp(0.0, read);
         if let Some(cause) = cause {

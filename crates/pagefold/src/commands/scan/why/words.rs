@@ -1,10 +1,11 @@
 //! The result of `scan --why` as text for a terminal of 80 columns.
 
+use super::WhyReport;
 use super::pair::PairReport;
-use super::{CommonFrames, WhyReport};
 use pagefold_text::figures::thousands;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use pagefold_text::table::Table;
+use std::fmt::Write as _;
 
 /// We show at most this many rows and reasons.
 const ROWS: usize = 20;
@@ -27,7 +28,7 @@ pub fn text(report: &WhyReport, style: Style) -> String {
     }
     rows(&mut text, report, style);
     text.blank();
-    text.paragraph(&in_common(totals.frames_in_common, report.rows.len()), WIDTH);
+    text.paragraph(&in_common(report), WIDTH);
     if let Some(pair) = &report.pair {
         compared(&mut text, pair, style);
     }
@@ -92,23 +93,38 @@ fn rows(text: &mut String, report: &WhyReport, style: Style) {
     }
 }
 
-/// A sentence on the frames that several rows map.
-fn in_common(frames: CommonFrames, rows: usize) -> String {
-    let except = "The kernel's own pages (zero page, vDSO) and unknown memory don't count.";
-    match (rows, frames.all()) {
-        (0 | 1, _) => "Name several workloads or processes to see which frames they have in common.".to_owned(),
-        (_, 0) => format!("Isolation: no frame is mapped by two of these {rows}. {except}"),
+/// Sentences on the frames that several rows map.
+fn in_common(report: &WhyReport) -> String {
+    let rows = report.rows.len();
+    let frames = report.totals.frames_in_common;
+    let mut text = match (rows, frames.all()) {
+        (0 | 1, _) => return "Name several workloads or processes to see which frames they have in common.".to_owned(),
+        (_, 0) if report.unexamined_bytes > 0 => format!(
+            "Isolation isn't proven: we found no frame that two of these {rows} map, but couldn't look at those of {}.",
+            human(report.unexamined_bytes)
+        ),
+        (_, 0) => format!("Isolation: no frame is mapped by two of these {rows}."),
         (_, all) => format!(
-            "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} of a file that they all map. {except}",
-            match all {
-                1 => "1 frame is".to_owned(),
-                all => format!("{} frames are", thousands(all)),
-            },
+            "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} of a file that they all map.",
+            frames_are(all),
             thousands(frames.merged),
             thousands(frames.by_fork),
             thousands(frames.by_file),
         ),
+    };
+    if let Some(frames) = report.frames_between_domains.filter(|frames| frames.all() > 0) {
+        let _ = write!(
+            text,
+            " {} mapped by several trust domains, {} of these merged by KSM.",
+            frames_are(frames.all()),
+            thousands(frames.merged)
+        );
     }
+    text + " The kernel's own pages (zero page, vDSO) don't count."
+}
+
+fn frames_are(number: u64) -> String {
+    if number == 1 { "1 frame is".to_owned() } else { format!("{} frames are", thousands(number)) }
 }
 
 fn compared(text: &mut String, pair: &PairReport, style: Style) {
