@@ -24,8 +24,8 @@ use tracing::debug;
 
 /// The most connections at a time: in all, from all members of the group, and from one member. Beyond that, a new
 /// connection replaces the one that has been idle longest.
-const CONNECTIONS_MOST: usize = 16;
-const MEMBERS_MOST: usize = 12;
+const CONNECTIONS_MOST: usize = 32;
+const MEMBERS_MOST: usize = 24;
 const MEMBER_MOST: usize = 4;
 /// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);

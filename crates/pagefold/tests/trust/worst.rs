@@ -7,12 +7,23 @@ use pagefold_testkit::injection::Victim;
 /// The numbers of programs that keep their memory map locked, and of programs in an exec that doesn't end.
 const LOCKED: usize = 20;
 const IN_EXEC: usize = 2;
-/// The most memory that the daemon and its injector may use together, KiB.
+/// The most memory that the daemon and its injector may use together, KiB: beside one program, and beside a crowd.
 const MOST_KIB: u64 = 32 << 10;
+const MOST_BESIDE_CROWD_KIB: u64 = 64 << 10;
+/// Programs of one user that do their worst together.
+const CROWD: usize = 100;
+const USER: &str = "4321";
 
 /// Programs of these kinds in a cgroup. `None` if this machine can't have them. Reports why.
 fn victims(kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
-    let start = |kind: &&str| Victim::try_start(&["stalling", kind]).inspect(|victim| group.add(victim.pid()));
+    victims_of(&[], kinds, group)
+}
+
+/// As [`victims`], of the user in `options`.
+fn victims_of(options: &[&str], kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
+    let start = |kind: &&str| {
+        Victim::try_start(&[&["stalling", kind], options].concat()).inspect(|victim| group.add(victim.pid()))
+    };
     let victims: Vec<Victim> = kinds.iter().map(start).collect::<Result<_, _>>().map_err(skip).ok()?;
     let waits = |pid: i32| tids(pid).iter().any(|tid| state(*tid) == b'D');
     for (victim, _) in victims.iter().zip(kinds).filter(|(_, kind)| **kind == "locked") {
@@ -88,9 +99,9 @@ fn no_program_makes_pagefold_large() {
     let group = Cgroup::create("unified").expect("cgroup version 2");
     let mut others = [holder(&program), holder(&program)];
     let own: Vec<i32> = others.iter().map(Holder::pid).collect();
-    // Measures the memory of the daemon and the injector while they work on this process and the others.
-    let measure = |pid: Option<i32>| {
-        let pids: Vec<i32> = own.iter().copied().chain(pid).collect();
+    // Measures the memory of the daemon and the injector while they work on these processes and the others.
+    let measure = |victims: &[Victim]| {
+        let pids: Vec<i32> = own.iter().copied().chain(victims.iter().map(Victim::pid)).collect();
         let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
         let began = Instant::now();
         let processes = [vec![daemon.pid()], [daemon.children(), daemon.injectors()].concat()];
@@ -113,17 +124,24 @@ fn no_program_makes_pagefold_large() {
         unmerge(&pids);
         (peaks, status)
     };
-    let (alone, _) = measure(None);
+    let (alone, _) = measure(&[]);
     println!("daemon and injector, own memory and peak: {alone:?} KiB");
-    for kind in ["mappings", "regions", "churn"] {
-        let Some(mut victim) = victims(&[kind], &group).map(|mut victims| victims.remove(0)) else { return };
-        let (beside, status) = measure(Some(victim.pid()));
-        println!("beside {kind}: {beside:?} KiB");
+    for (kind, number, most) in [
+        ("mappings", 1, MOST_KIB),
+        ("regions", 1, MOST_KIB),
+        ("churn", 1, MOST_KIB),
+        ("regions", CROWD, MOST_BESIDE_CROWD_KIB),
+    ] {
+        let Some(mut victims) = victims_of(&[USER], &vec![kind; number], &group) else { return };
+        let (beside, status) = measure(&victims);
+        println!("beside {number} of {kind}: {beside:?} KiB");
         let [[daemon, _], [injector, _]] = beside;
-        assert!(daemon + injector <= MOST_KIB, "{kind}: {daemon} and {injector} KiB");
+        assert!(daemon + injector <= most, "{number} of {kind}: {daemon} and {injector} KiB");
         assert_eq!(status.contains("has more than 16384 mappings"), kind == "mappings", "{status}");
-        victim.send();
-        victim.expect_ok(kind);
+        for victim in &mut victims {
+            victim.send();
+            victim.expect_ok(kind);
+        }
     }
     assert!(others.iter_mut().all(Holder::is_intact));
     ksm.assert_restored();
