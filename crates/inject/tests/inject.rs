@@ -70,6 +70,18 @@ fn a_thread_that_would_notice_a_stop_is_not_stopped() {
     receiver.finish("waitall");
 }
 
+#[test]
+fn calls_that_never_sleep_do_not_fail() {
+    let Some(mut victim) = Victim::if_possible("never-sleeping") else { return };
+    for _ in 0..200 {
+        victim.mark_repeatedly(1);
+        pause_ms(1);
+    }
+    victim.send();
+    println!("getrandom: {}", victim.line());
+    victim.expect_ok("never-sleeping");
+}
+
 /// tests/torture.rs does the same with filters.
 #[test]
 fn strict_mode_is_suspended_and_restored() {

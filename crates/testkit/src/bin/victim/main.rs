@@ -69,6 +69,7 @@ fn run(mode: &str) -> Result<(), String> {
         "big-write" => states::big_write(),
         "strict" => seccomp::strict(),
         "forks" => states::forks(),
+        "never-sleeping" => states::never_sleeping(),
         "moving" => states::moving(),
         _ => Err(format!("no such mode: {mode}")),
     }

@@ -56,6 +56,44 @@ pub fn big_write() -> Result<(), String> {
     }
 }
 
+/// Makes calls that don't sleep but look for signals, until a byte comes: loads a BPF program, allocates pages of a file
+/// (Linux 6.18 doesn't look there any more), and asks for random bytes. Prints how many of the latter calls were cut
+/// short. The others must not fail.
+pub fn never_sleeping() -> Result<(), String> {
+    const PROG_LOAD: i64 = 5;
+    const SOCKET_FILTER: u64 = 1;
+    const INSTRUCTIONS: u64 = 4_000;
+    const SET_R0: u64 = 0xb7;
+    const EXIT: u64 = 0x95;
+    let mut program = vec![SET_R0; INSTRUCTIONS as usize];
+    program.push(EXIT);
+    let license = c"GPL".as_ptr() as u64;
+    let attributes = [SOCKET_FILTER | (INSTRUCTIONS + 1) << 32, program.as_ptr() as u64, license, 0, 0, 0];
+    let file = unsafe { libc::memfd_create(c"never-sleeping".as_ptr(), 0) };
+    let mut random = vec![0_u8; 64 << 10];
+    let (mut rounds, mut short) = (0, 0);
+    let failed = |call: &str| Err(format!("{call}: {}", std::io::Error::last_os_error()));
+    while !is_asked_to_end() {
+        rounds += 1;
+        let loaded = unsafe { libc::syscall(libc::SYS_bpf, PROG_LOAD, attributes.as_ptr(), size_of_val(&attributes)) };
+        if loaded < 0 {
+            return failed("bpf");
+        }
+        unsafe { libc::close(i32::try_from(loaded).unwrap()) };
+        if unsafe { libc::fallocate(file, 0, 0, 1 << 20) } != 0 {
+            return failed("fallocate");
+        }
+        unsafe { libc::ftruncate(file, 0) };
+        let got = unsafe { libc::getrandom(random.as_mut_ptr().cast(), random.len(), 0) };
+        if got < 256 {
+            return failed("getrandom");
+        }
+        short += u32::from(got.unsigned_abs() < random.len());
+    }
+    println!("{short} of {rounds} calls were cut short");
+    Ok(())
+}
+
 /// Forks without pause, with 512 MiB of page tables to copy, until a byte comes.
 pub fn forks() -> Result<(), String> {
     const BYTES: usize = 512 << 20;
