@@ -201,8 +201,8 @@ DOCUMENTS := $(DESTDIR)$(PREFIX)/share/doc/pagefold
 
 install-documents:
 	install -D -m 644 -t $(DOCUMENTS) README.md SECURITY.md CHANGELOG.md
-	install -D -m 644 -t $(DOCUMENTS)/docs docs/*.md docs/*.svg
-	sed -E -i 's,\[([^]]*)\]\((\.\./)?(CONTRIBUTING|crates|fleet|fuzz|kernel|lab|packaging|xen)[^)]*\),\1,g' \
+	install -D -m 644 -t $(DOCUMENTS)/docs $(filter-out docs/figures.md,$(wildcard docs/*.md)) docs/*.svg
+	sed -E -i 's,\[([^]]*)\]\((\.\./)?(CONTRIBUTING|docs/figures|crates|fleet|fuzz|kernel|lab|packaging|xen)[^)]*\),\1,g' \
 	    $(DOCUMENTS)/*.md $(DOCUMENTS)/docs/*.md
 
 install-files: install-program install-documents
