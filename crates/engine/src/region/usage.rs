@@ -43,6 +43,12 @@ pub struct Usage {
     pub partner: Option<RegionKey>,
     /// Pages that were written after we merged them on request.
     pub written: PageSet,
+    /// Pages that couldn't be merged because they were in use. Few regions have any.
+    in_use: Option<Box<PagesInUse>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct PagesInUse {
     /// Pages that were in use the last time.
     busy: BusyPages,
     /// Pages that were in use several times in a row.
@@ -128,16 +134,18 @@ impl Usage {
         if self.is_busy(page, now_ns) {
             return;
         }
-        if self.busy.contains(page) || self.pinned.contains(page) {
-            self.pinned.insert(page, now_ns, BUSY_MOST_NS);
+        let PagesInUse { busy, pinned } = &mut **self.in_use.get_or_insert_default();
+        if busy.contains(page) || pinned.contains(page) {
+            pinned.insert(page, now_ns, BUSY_MOST_NS);
         } else {
-            self.busy.insert(page, now_ns, BUSY_NS);
+            busy.insert(page, now_ns, BUSY_NS);
         }
     }
 
     /// Whether we leave a page alone for now because it was in use.
     pub fn is_busy(&self, page: Vpn, now_ns: u64) -> bool {
-        self.busy.is_waiting(page, now_ns) || self.pinned.is_waiting(page, now_ns)
+        let Some(in_use) = &self.in_use else { return false };
+        in_use.busy.is_waiting(page, now_ns) || in_use.pinned.is_waiting(page, now_ns)
     }
 }
 

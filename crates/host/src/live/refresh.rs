@@ -47,14 +47,14 @@ const PROGRAMS_MOST: usize = 16_384;
 const STRANGERS_MOST: usize = 1_000;
 
 /// Of one user or cgroup, at most this many processes are targets, and they may have this many regions in all. A region
-/// takes about 1 KB, a target up to 30 KB if its paths are long.
+/// takes about 1.8 KB, a target up to 30 KB if its paths are long.
 const TARGETS_OF_SHARE_MOST: usize = 4_096;
 const REGIONS_OF_SHARE_MOST: usize = REGIONS_MOST / 6;
 /// Of one user or cgroup, at most this many processes are targets only until they're unmarked. More wait.
 const FORKS_OF_SHARE_MOST: usize = 256;
 /// All processes with more than `FEW_REGIONS` regions may have `REGIONS_MOST` in all, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
-const REGIONS_MOST: usize = 393_216;
+const REGIONS_MOST: usize = 196_608;
 
 /// How many targets and regions there are.
 #[derive(Debug, Default)]
@@ -470,20 +470,20 @@ mod tests {
     fn regions_and_targets_are_bounded_by_user_and_cgroup_and_in_all() {
         let of = |user, cgroup| Origin { user: Some(Share::User(user)), cgroup: Some(Share::Cgroup(cgroup)) };
         let mut census = Census::default();
-        for cgroup in 0..50 {
+        for cgroup in 0..20 {
             census.grow(of(1, cgroup), 0, FEW_REGIONS);
         }
-        let left = REGIONS_OF_SHARE_MOST - 50 * FEW_REGIONS;
+        let left = REGIONS_OF_SHARE_MOST - 20 * FEW_REGIONS;
         assert_eq!(census.regions_most(of(1, 500), 0), left, "short lists count, in whatever cgroup");
         census.grow(of(1, 500), 0, left);
         assert_eq!((census.regions_most(of(1, 501), 0), census.regions_most(of(1, 500), left)), (0, left));
         assert_eq!(census.regions_most(of(2, 600), 0), REGIONS_OF_SHARE_MOST);
         assert_eq!(census.regions_most(of(2, 500), 0), REGIONS_OF_SHARE_MOST - left);
         for user in 2..10 {
-            census.grow(of(user, 600 + u64::from(user)), 0, 47_360);
+            census.grow(of(user, 600 + u64::from(user)), 0, 23_040);
         }
         assert_eq!(census.regions_most(of(10, 700), 0), FEW_REGIONS, "however many the others have");
-        assert_eq!(census.regions_most(of(9, 609), 47_360), 47_360);
+        assert_eq!(census.regions_most(of(9, 609), 23_040), 23_040);
         for _ in 0..TARGETS_OF_SHARE_MOST {
             census.add_target(of(11, 800));
         }
