@@ -9,8 +9,8 @@ const SIZE_READS: u32 = 256;
 /// second. Growing proves nothing.
 const SHRINKS: u32 = 2;
 /// One positive check isn't enough: a program that starts, or frees a few buffers, shrinks as often for a moment. A second
-/// one must follow within this time, nanoseconds.
-const SUSPECT_NS: u64 = 10_000_000_000;
+/// one must follow within this time, nanoseconds; until then we check whenever the size has changed.
+const SUSPECT_NS: u64 = 60_000_000_000;
 /// At first, and this many times, we check whenever the size has changed; later checks are further apart. One check
 /// isn't enough, because a program that waits for a processor meanwhile maps nothing.
 const FIRST_CHECKS: u32 = 16;
@@ -42,7 +42,8 @@ impl ChurnDetector {
         mut read_mapped: impl FnMut() -> Result<u64, ReadError>,
     ) -> Result<bool, ReadError> {
         let differs = self.mapped.replace(mapped) != Some(mapped);
-        if differs && (self.checks < FIRST_CHECKS || now_ns >= self.next_check_ns) {
+        let is_suspect = now_ns < self.suspect_until_ns;
+        if differs && (is_suspect || self.checks < FIRST_CHECKS || now_ns >= self.next_check_ns) {
             self.checks += 1;
             self.next_check_ns = now_ns + CHECK_NS;
             let mut before = mapped;
@@ -53,7 +54,7 @@ impl ChurnDetector {
                 before = mapped;
             }
             if shrinks >= SHRINKS {
-                if now_ns < self.suspect_until_ns {
+                if is_suspect {
                     self.until_ns = now_ns + LEFT_ALONE_NS;
                 }
                 self.suspect_until_ns = now_ns + SUSPECT_NS;
