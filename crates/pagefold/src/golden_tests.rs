@@ -683,6 +683,7 @@ fn the_reasons_why_nothing_is_shared_are_shown() {
         totals,
         rows: vec![why_row("4001 cloud-hypervisor", 1), why_row("4003 a-program-with-a-long-name", 1)],
         frames_between_domains: Some(CommonFrames { merged: 0, by_fork: 0, by_file: 1_024 }),
+        unexamined_processes: 0,
         unexamined_bytes: 0,
         causes,
         pair: Some(PairReport {
@@ -705,14 +706,17 @@ fn the_reasons_why_nothing_is_shared_are_shown() {
     check("why.json", &json(&report).unwrap());
     let isolated = Row { frames_in_common: CommonFrames::default(), ..report.totals.clone() };
     let exact = WhyReport { exact: true, totals: isolated, frames_between_domains: None, pair: None, ..report };
-    let unproven = WhyReport { unexamined_bytes: 15 << 20, ..exact.clone() };
+    let unproven = WhyReport { unexamined_processes: 1, unexamined_bytes: 15 << 20, ..exact.clone() };
     let text = why::words::text(&exact, Style::plain_text());
     check("why-isolated.txt", &text);
     for line in text.lines() {
         assert!(line.chars().count() <= 80, "{line}");
     }
-    let text = why::words::text(&unproven, Style::plain_text());
-    assert!(text.contains("Isolation isn't proven") && text.contains("couldn't look at those of 15 MiB"), "{text}");
+    let text = why::words::text(&unproven, Style::plain_text()).replace('\n', " ");
+    assert!(
+        text.contains("Isolation isn't proven") && text.contains("couldn't look at 1 process and at 15 MiB"),
+        "{text}"
+    );
 }
 
 #[test]

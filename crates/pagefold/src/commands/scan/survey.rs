@@ -62,8 +62,10 @@ pub struct Wanted {
 pub struct Surveyed {
     pub scoped: ProcessInfo,
     pub excluded: Vec<LeftOut>,
-    /// Why we leave out the whole process, if we do. Of those in other trust domains we may look at the frames.
+    /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
+    /// Whether we look at its frames nevertheless.
+    pub only_frames: bool,
     /// The option or command that would bring the process in, to print after the reason.
     pub way_in: String,
     pub domain: DomainKey,
@@ -84,6 +86,11 @@ pub struct Surveyed {
 }
 
 impl Surveyed {
+    /// Whether we couldn't look at all of the process's frames.
+    pub fn is_unexamined(&self) -> bool {
+        self.refused.is_some() && (self.gone || !self.only_frames)
+    }
+
     /// Leaves out the process, since we can't read it. Fails if the error concerns more than this process.
     pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
         self.gone = true;
@@ -185,6 +192,7 @@ impl Survey {
                 scoped,
                 excluded: Vec::new(),
                 refused: None,
+                only_frames: false,
                 way_in: String::new(),
                 unseen: Vec::new(),
                 pinned: Pages(0),
@@ -225,12 +233,16 @@ impl Survey {
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
         surveyed.refused = bounds.exclusion(&surveyed.scoped)?;
-        if surveyed.refused.is_none() {
-            surveyed.refused = self.same_memory(process)?;
-        }
-        let mut left_out = LeftOutByReason::default();
         // To see whether trust domains share frames, we look at those of all domains, but don't read them.
-        let only_frames = with_causes && matches!(surveyed.refused, Some(Exclusion::OtherDomain { .. }));
+        surveyed.only_frames = with_causes && matches!(surveyed.refused, Some(Exclusion::OtherDomain { .. }));
+        if surveyed.refused.is_none() || surveyed.only_frames {
+            if let Some(same) = self.same_memory(process)? {
+                surveyed.refused = Some(same);
+                surveyed.only_frames = false;
+            }
+        }
+        let only_frames = surveyed.only_frames;
+        let mut left_out = LeftOutByReason::default();
         if let Some(refused) = surveyed.refused.as_ref().filter(|_| !only_frames) {
             surveyed.way_in = bounds.way_in(&surveyed.scoped, &refused.to_string());
             // We report the process's size, but read none of its pages.
@@ -274,7 +286,8 @@ impl Survey {
             let has_swapped_file = detail.vma.perms.shared;
             let swapped = detail.swap_kib / 4;
             let with_file = causes.file.is_some();
-            let found = reader.run(process, move |reader, process| pages_of(process, &detail, reader, with_file))?;
+            let found = reader
+                .run(process, move |reader, process| pages_of(process, &detail, reader, with_file, only_frames))?;
             let file_cause = if found.is_swap_backed { causes.file.map(Cause::in_memory) } else { causes.file };
             for (is_file, cause, runs) in [(false, causes.anonymous, found.private), (true, file_cause, found.file)] {
                 let shared = found.joint.iter().filter(|page| page.is_file == is_file);
@@ -335,7 +348,7 @@ impl Survey {
     }
 
     /// Divides each shared or merged frame among the pages that map it, and decides in which process we read the frame.
-    /// We leave out frames shared through fork if processes that we haven't surveyed map them, too.
+    /// We leave out frames shared through fork if processes that we don't read map them, too.
     fn settle(&mut self, joint: &mut [Joint]) -> Result<()> {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         let by_frame: Vec<&[Joint]> = joint.chunk_by(|a, b| a.frame == b.frame).collect();
@@ -346,7 +359,9 @@ impl Survey {
             // If the holders disagree, the frame was merged during the survey, so it counts as merged.
             let merged = holders.iter().any(|holder| holder.merged);
             let in_scope = u32::try_from(holders.len()).unwrap_or(u32::MAX);
-            if !merged && mappers > in_scope && holders.iter().all(|holder| self.cause(holder).is_none()) {
+            let is_read = |holder: &Joint| self.processes[index(holder.process)].refused.is_none();
+            let is_kept = mappers > in_scope || !holders.iter().all(is_read);
+            if !merged && is_kept && holders.iter().all(|holder| self.cause(holder).is_none()) {
                 for holder in holders {
                     let part = 1.0 / f64::from(mappers);
                     *kept.entry(holder.process).or_default().entry(holder.region).or_default() += part;
@@ -370,8 +385,8 @@ impl Survey {
                     self.shared.push((holder.frame, cell));
                 }
             }
-            let may_be_read = |holder: &&Joint| self.processes[index(holder.process)].refused.is_none();
-            let Some(&first) = holders.iter().find(may_be_read) else { continue };
+            let is_read = |holder: &&Joint| self.processes[index(holder.process)].refused.is_none();
+            let Some(&first) = holders.iter().find(is_read) else { continue };
             let process = &mut self.processes[index(first.process)];
             if merged {
                 process.merged.push(first.page);
@@ -459,12 +474,14 @@ struct JointPage {
     is_file: bool,
 }
 
-/// Finds the pages of one mapping. Finds file pages only if `with_file`.
+/// Finds the pages of one mapping. Finds file pages only if `with_file`. With `only_frames`, reads none, whatever happens to
+/// them meanwhile.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,
     reader: &mut PageReader,
     with_file: bool,
+    only_frames: bool,
 ) -> Result<MappedPages, ReadError> {
     let mut found = MappedPages::default();
     let mut others: Vec<(Vpn, u32)> = Vec::new();
@@ -492,13 +509,18 @@ fn pages_of(
         found.is_swap_backed = is.map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))?;
     }
     // We needn't read contents, as the frame's flags tell a merged page from a shared one.
-    let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
-    reader.read_runs(process, &others, how, |view| {
-        if let (PageState::Merged | PageState::Shared, Some(frame)) = (view.state, view.frame) {
-            let merged = view.state == PageState::Merged;
-            found.joint.push(JointPage { page: view.page, frame, merged, is_file: false });
+    let mut add = |page, state, frame| {
+        if let (PageState::Merged | PageState::Shared, Some(frame)) = (state, frame) {
+            let merged = state == PageState::Merged;
+            found.joint.push(JointPage { page, frame, merged, is_file: false });
         }
-    })?;
+    };
+    if only_frames {
+        reader.shared_frames(process, &others, false, |page, state, frame| add(page, state, Some(frame)))?;
+    } else {
+        let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
+        reader.read_runs(process, &others, how, |view| add(view.page, view.state, view.frame))?;
+    }
     Ok(found)
 }
 

@@ -43,7 +43,8 @@ pub struct WhyReport {
     /// Frames that several trust domains map, if there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub frames_between_domains: Option<CommonFrames>,
-    /// Memory whose frames we couldn't look at.
+    /// Processes, and mappings of others, whose frames we couldn't look at.
+    pub unexamined_processes: usize,
     pub unexamined_bytes: u64,
     /// The causes that occur, with the settings that would remove them.
     pub causes: Vec<CauseRow>,
@@ -170,6 +171,7 @@ pub fn report(args: &ScanArgs) -> Result<WhyReport> {
         sampled_fraction: fraction.min(1.0),
         error_bytes: bytes_of(all.error),
         frames_between_domains: (domains.names.len() > 1).then_some(between_domains),
+        unexamined_processes: memory.survey.processes.iter().filter(|process| process.is_unexamined()).count(),
         unexamined_bytes: unseen.map(|unseen| unseen.bytes).sum(),
         totals,
         rows,

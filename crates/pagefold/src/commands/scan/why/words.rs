@@ -5,7 +5,6 @@ use super::pair::PairReport;
 use pagefold_text::figures::thousands;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use pagefold_text::table::Table;
-use std::fmt::Write as _;
 
 /// We show at most this many rows and reasons.
 const ROWS: usize = 20;
@@ -93,34 +92,40 @@ fn rows(text: &mut String, report: &WhyReport, style: Style) {
     }
 }
 
-/// Sentences on the frames that several rows map.
+/// Sentences on the frames that several rows, or several trust domains, map.
 fn in_common(report: &WhyReport) -> String {
     let rows = report.rows.len();
     let frames = report.totals.frames_in_common;
-    let mut text = match (rows, frames.all()) {
-        (0 | 1, _) => return "Name several workloads or processes to see which frames they have in common.".to_owned(),
-        (_, 0) if report.unexamined_bytes > 0 => format!(
-            "Isolation isn't proven: we found no frame that two of these {rows} map, but couldn't look at those of {}.",
-            human(report.unexamined_bytes)
-        ),
-        (_, 0) => format!("Isolation: no frame is mapped by two of these {rows}."),
-        (_, all) => format!(
+    let is_whole = report.unexamined_processes == 0 && report.unexamined_bytes == 0;
+    let mut sentences = Vec::new();
+    match (rows, frames.all()) {
+        (0 | 1, _) => {
+            sentences.push("Name several workloads or processes to see which frames they have in common.".to_owned());
+        }
+        (_, 0) if is_whole => sentences.push(format!("Isolation: no frame is mapped by two of these {rows}.")),
+        (_, 0) => {
+            sentences.push(format!("Isolation isn't proven: we found no frame that two of these {rows} map."));
+        }
+        (_, all) => sentences.push(format!(
             "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} of a file that they all map.",
             frames_are(all),
             thousands(frames.merged),
             thousands(frames.by_fork),
             thousands(frames.by_file),
-        ),
-    };
-    if let Some(frames) = report.frames_between_domains.filter(|frames| frames.all() > 0) {
-        let _ = write!(
-            text,
-            " {} mapped by several trust domains, {} of these merged by KSM.",
-            frames_are(frames.all()),
-            thousands(frames.merged)
-        );
+        )),
     }
-    text + " The kernel's own pages (zero page, vDSO) don't count."
+    if let Some(frames) = report.frames_between_domains {
+        let merged = thousands(frames.merged);
+        let are = frames_are(frames.all());
+        sentences.push(format!("{are} mapped by several trust domains, {merged} of these merged by KSM."));
+    }
+    if !is_whole {
+        let processes = count(report.unexamined_processes, "process", "processes");
+        let bytes = human(report.unexamined_bytes);
+        sentences.push(format!("We couldn't look at {processes} and at {bytes} of memory."));
+    }
+    sentences.push("The kernel's own pages (zero page, vDSO) don't count.".to_owned());
+    sentences.join(" ")
 }
 
 fn frames_are(number: u64) -> String {
