@@ -129,6 +129,10 @@ pub struct ReserveState {
     /// How much memory programs took back by writing to merged pages, in the worst hour, halved for each hour
     /// since, and at most what is saved now.
     pub likely_bytes: u64,
+    /// How much more memory programs may use on the machine if so much comes back, and if all merged memory does. For
+    /// those who place programs here.
+    pub headroom_bytes: u64,
+    pub headroom_at_worst_bytes: u64,
     /// Address space unmarked because memory was short.
     pub taken_back_bytes: u64,
     pub machine: Room,

@@ -141,10 +141,14 @@ fn memory(engine: &Engine, all: MemoryTotal) -> MemoryState {
 }
 
 fn reserve(engine: &Engine, regions: &[RegionState]) -> ReserveState {
+    let machine = *engine.room.reserve.machine();
+    let likely = engine.room.reserve.likely();
     let mut state = ReserveState {
-        likely_bytes: engine.room.reserve.likely().bytes().0,
+        likely_bytes: likely.bytes().0,
+        headroom_bytes: machine.left.saturating_sub(likely).bytes().0,
+        headroom_at_worst_bytes: machine.left.saturating_sub(machine.worst).bytes().0,
         taken_back_bytes: engine.ledger.taken_back.bytes().0,
-        machine: *engine.room.reserve.machine(),
+        machine,
         full: regions.iter().filter_map(RegionState::full).collect(),
         ..ReserveState::default()
     };

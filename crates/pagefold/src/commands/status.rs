@@ -283,11 +283,12 @@ impl Status {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
     }
 
-    /// How long the work at hand will take, in words; until something is saved, that's also the longest that it takes to
-    /// the first saving. `None` if that's less than a second, or unknown.
+    /// How long the work at hand will roughly take, in words. Until something is saved we say so of the first saving, which
+    /// comes in the course of it, if any. `None` if that's less than a second, or unknown.
     pub fn forecast(&self) -> Option<String> {
         let seconds = self.activity.done_in_seconds.filter(|seconds| *seconds >= 1.0)?;
-        let event = if self.result_bytes() == Some(0) { "first saving within" } else { "done in" };
+        let event =
+            if self.memory.saved_bytes == Some(0) && !self.run.dry_run { "first saving within" } else { "done in" };
         Some(format!("{event} about {}", time(seconds)))
     }
 

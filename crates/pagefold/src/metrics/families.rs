@@ -90,6 +90,18 @@ pub const FAMILIES: &[Family] = &[
         "The most memory that writes to merged pages took within an hour, halved for each hour since, and never more than is saved now",
         |status| one(float(status.reserve.likely_bytes)),
     ),
+    gauge(
+        "pagefold_headroom_bytes",
+        "Memory that more programs may use here if as much comes back as is likely (pagefold_likely_return_bytes), and at \
+         worst, if all merged memory does",
+        |status| {
+            vec![
+                sample(&[("returns", "likely")], float(status.reserve.headroom_bytes)),
+                sample(&[("returns", "worst")], float(status.reserve.headroom_at_worst_bytes)),
+            ]
+        },
+    )
+    .by(&["returns"]),
     gauge("pagefold_left_bytes", "Available memory plus free swap", |status| {
         one(float(status.reserve.machine.left.bytes().0))
     }),
@@ -317,7 +329,9 @@ fn saved_by_workload(status: &Status) -> Vec<Sample> {
     let mut other_bytes = 0;
     for row in rows {
         let saved_bytes = row.saved_bytes.unwrap_or(0);
-        if row.workload == NO_WORKLOAD || samples.len() == WORKLOADS_MOST {
+        // Any user may start scopes, and each of their names would be another series.
+        let is_other = [NO_WORKLOAD, OTHER].contains(&&*row.workload) || row.workload.ends_with(".scope");
+        if is_other || samples.len() == WORKLOADS_MOST {
             other_bytes += saved_bytes;
         } else {
             samples.push(sample(&[("workload", &row.workload)], float(saved_bytes)));

@@ -11,7 +11,7 @@ fn status() -> Status {
         "available_bytes": 1073741824, "resident_bytes": 1000, "unmerged_bytes": 1200, "saved_bytes": 400, "saved_age_seconds": 1.5, "may_return_bytes": 500, "saved_machine_bytes": 500, "exited_bytes": 0,
         "marked_bytes": 300, "metadata_bytes": 600, "to_unmark_bytes": 10, "copied_bytes": 4096,
         "copied_worst_day_bytes": 4096,
-        "reserve": {"keep": "auto", "take_back": false, "likely_bytes": 8192, "taken_back_bytes": 12288,
+        "reserve": {"keep": "auto", "take_back": false, "likely_bytes": 8192, "headroom_bytes": 12288, "headroom_at_worst_bytes": 0, "taken_back_bytes": 12288,
             "machine": {"state": "overcommitted", "total_bytes": 1048576, "left_bytes": 20480, "reserve_bytes": 16384, "worst_bytes": 24576},
             "limits": [{"cgroup": "/secret", "state": "short", "total_bytes": 4096, "left_bytes": 0, "reserve_bytes": 4096, "worst_bytes": 4096}],
             "limits_overcommitted": 3, "limits_short": 1, "limits_full": 0}, "splits": {"pages": 7, "mappings": 9}, "collapsed": 4, "refused_spans": 2, "injector_restarts": 1, "audit_lost": 5,
@@ -82,7 +82,10 @@ fn the_workloads_that_save_most_are_named_and_the_others_summed_up() {
     let process = status.programs.processes[0].clone();
     status.programs.processes.clear();
     for number in 0..30 {
-        let workload = (number < 29).then(|| format!("unit {number}.service"));
+        let workload = match number {
+            29 => Some("app-firefox-4711.scope".to_owned()),
+            _ => Some(format!("unit {number}.service")),
+        };
         status.programs.processes.push(ProcessRow { workload, saved_bytes: Some(100 + number), ..process.clone() });
     }
     let samples = saved_by_workload(&status);

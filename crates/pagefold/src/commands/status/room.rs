@@ -16,6 +16,8 @@ pub struct ReserveView {
     /// Whether we unmerge pages when memory is short. False if we merge on request.
     pub take_back: bool,
     pub likely_bytes: u64,
+    pub headroom_bytes: u64,
+    pub headroom_at_worst_bytes: u64,
     pub taken_back_bytes: u64,
     pub machine: Room,
     /// Limits with too little headroom for copies of all merged pages, sorted by state (short before overcommitted) and
@@ -51,6 +53,8 @@ impl ReserveView {
             keep: config.reserve.keep.to_string(),
             take_back: config.reserve.take_back && config.mechanism == Mechanism::Ksmd,
             likely_bytes: reserve.likely_bytes,
+            headroom_bytes: reserve.headroom_bytes,
+            headroom_at_worst_bytes: reserve.headroom_at_worst_bytes,
             taken_back_bytes: reserve.taken_back_bytes,
             machine: reserve.machine,
             limits,

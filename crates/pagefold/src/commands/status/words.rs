@@ -338,7 +338,7 @@ fn workload_table(text: &mut String, processes: &[ProcessRow], style: Style) {
         table(text, "  PROCS  WORKLOAD", &rows, style);
         if rows.len() > ROWS {
             let others = count(rows.len() - ROWS, "workload", "workloads");
-            text.line(style.dim(&format!("           … and {others} more (all of them: --json)")));
+            text.line(style.dim(&format!("           … and {others} more (all of them: pagefold top)")));
         }
     }
 }
