@@ -2,7 +2,7 @@
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run the product's tests, as root; installs the Debian packages they need (cargo test: those that need no rights)
 # make ci       run every lane that fits into an hour: lint, test, fuzz-inputs, and the quick tests of the annexes
-# make test-all the same, the fuzzers, the laboratory's experiments in their quick form, and xen-quick
+# make test-all run all lanes but soak and attack: packages, field, the kernel, KVM and Xen, too (takes some hours)
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make field    run set-ups that people have reported, with the values that are right, for ten minutes each where time matters
 # make attack   inject a million calls into programs that try to be harmed or to escape
@@ -66,7 +66,7 @@ test:
 # What two cores do within an hour from a cold cache.
 ci: lint test fuzz-inputs lab-test fleet-test kernel-quick dkms-autoinstall xen-test
 
-test-all: ci fuzz lab-live xen-quick
+test-all: ci fuzz lab-live xen-quick field deb-test systemd-test oci-test kernel dkms kvm
 
 run-tests-with-ksm:
 	$(CARGO) test $(LIVE) --no-fail-fast $(TESTS_WITH_KSM:%=--test %)
@@ -87,7 +87,7 @@ field:
 	@scripts/setup test
 	$(CARGO) build $(LIVE) --bins
 	PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold-sim --test charge
-	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --include-ignored --nocapture
+	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge --test selection --test saving -- --include-ignored --nocapture
 
 attack:
 	@scripts/setup attack
