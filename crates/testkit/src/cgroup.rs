@@ -88,7 +88,7 @@ impl Drop for Cgroup {
 
 /// The control group of a container, as Docker names it under systemd, and the container's identifier.
 pub fn container() -> Option<(Cgroup, String)> {
-    let id = format!("{:08x}{:056x}", std::process::id(), 0xc0ffee);
+    let id = format!("{:08x}{:056x}", std::process::id(), 0x00c0_ffee);
     let name = format!("docker-{id}.scope");
     Some((Cgroup::named("pids", &name).or_else(|| Cgroup::named("unified", &name))?, id))
 }

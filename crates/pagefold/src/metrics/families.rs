@@ -330,7 +330,8 @@ fn saved_by_workload(status: &Status) -> Vec<Sample> {
     for row in rows {
         let saved_bytes = row.saved_bytes.unwrap_or(0);
         // Any user may start scopes, and each of their names would be another series.
-        let is_other = [NO_WORKLOAD, OTHER].contains(&&*row.workload) || row.workload.ends_with(".scope");
+        let is_scope = matches!(row.workload.rsplit_once('.'), Some((_, "scope")));
+        let is_other = is_scope || [NO_WORKLOAD, OTHER].contains(&&*row.workload);
         if is_other || samples.len() == WORKLOADS_MOST {
             other_bytes += saved_bytes;
         } else {

@@ -62,13 +62,13 @@ pub fn big_write() -> Result<(), String> {
 pub fn never_sleeping() -> Result<(), String> {
     const PROG_LOAD: i64 = 5;
     const SOCKET_FILTER: u64 = 1;
-    const INSTRUCTIONS: u64 = 4_000;
+    const INSTRUCTIONS: u32 = 4_000;
     const SET_R0: u64 = 0xb7;
     const EXIT: u64 = 0x95;
     let mut program = vec![SET_R0; INSTRUCTIONS as usize];
     program.push(EXIT);
     let license = c"GPL".as_ptr() as u64;
-    let attributes = [SOCKET_FILTER | (INSTRUCTIONS + 1) << 32, program.as_ptr() as u64, license, 0, 0, 0];
+    let attributes = [SOCKET_FILTER | (u64::from(INSTRUCTIONS) + 1) << 32, program.as_ptr() as u64, license, 0, 0, 0];
     let file = unsafe { libc::memfd_create(c"never-sleeping".as_ptr(), 0) };
     let mut random = vec![0_u8; 64 << 10];
     let (mut rounds, mut short) = (0, 0);
