@@ -55,6 +55,7 @@ fn a_browser_shows_the_page_of_a_scan() {
         "Left out",
     ];
     assert_has(&document, &parts);
+    browser.assert_narrow(&file);
     browser.pictures(&file);
 }
 
@@ -93,6 +94,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
         &document,
         &["saved in 3 processes.</h1>", "Over time", "Kinds of memory", NAME, "<td>paused</td>", "marked "],
     );
+    browser.assert_narrow(Path::new(&page));
     browser.pictures(Path::new(&page));
     assert_has(&daemon.terminate().errors, &["is not a history: it has 19 bytes", "pagefold begins a new one"]);
     // Without a daemon, the page shows the history that the daemon has left behind.

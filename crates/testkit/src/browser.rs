@@ -51,7 +51,7 @@ impl Browser {
     /// Checks that the page and its tables fit into 400 pixels. The page forbids scripts, so the one that measures it is in
     /// another page around it.
     #[track_caller]
-    fn assert_narrow(&self, page: &Path) {
+    pub fn assert_narrow(&self, page: &Path) {
         let around = self.dir.path().join("around.html");
         let text = format!(
             "<title>unknown</title><iframe src='file://{}' style='width: 400px; height: 2200px; border: 0'></iframe>
@@ -72,7 +72,6 @@ impl Browser {
     /// Takes a picture for each width and colour scheme. Keeps them in PAGEFOLD_PAGES_KEEP if that is set.
     #[track_caller]
     pub fn pictures(&self, page: &Path) {
-        self.assert_narrow(page);
         let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
         let name = page.file_stem().unwrap().to_str().unwrap();
         let widths = [400, 800, 1400];
