@@ -394,13 +394,7 @@ impl Survey {
                 process.regions[first.region as usize].runs.push((first.page, 1));
             }
         }
-        for (number, frames_by_region) in kept {
-            let excluded = &mut self.processes[number as usize].excluded;
-            let regions = u32::try_from(frames_by_region.len()).unwrap_or(u32::MAX);
-            let bytes = bytes_of(frames_by_region.values().sum());
-            excluded.push(LeftOut { reason: SHARED_WITH_OUTSIDERS.to_owned(), bytes, regions, is_out_of_reach: false });
-            excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
-        }
+        self.exclude_kept(kept);
         self.spread_pins();
         for process in &mut self.processes {
             process.merged.sort_unstable();
@@ -413,6 +407,17 @@ impl Survey {
             }
         }
         Ok(())
+    }
+
+    /// Leaves out the frames that processes out of reach keep, given by process and region.
+    fn exclude_kept(&mut self, kept: BTreeMap<u32, BTreeMap<u32, f64>>) {
+        for (number, frames_by_region) in kept {
+            let excluded = &mut self.processes[number as usize].excluded;
+            let regions = u32::try_from(frames_by_region.len()).unwrap_or(u32::MAX);
+            let bytes = bytes_of(frames_by_region.values().sum());
+            excluded.push(LeftOut { reason: SHARED_WITH_OUTSIDERS.to_owned(), bytes, regions, is_out_of_reach: false });
+            excluded.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
+        }
     }
 
     /// Assumes that a process's pinned pages are spread evenly over its mergeable memory.

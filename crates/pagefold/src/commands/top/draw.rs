@@ -282,13 +282,7 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             from_width: 56,
         },
     ];
-    // The last column gets the rest of the width.
-    let mut rest = area.width;
-    for column in columns.iter().filter(|column| area.width >= column.from_width) {
-        if let Constraint::Length(width) = column.width {
-            rest = rest.saturating_sub(width + 1);
-        }
-    }
+    let rest = width_left(&columns, area.width);
     let mut rows = Vec::new();
     let all = top.rows();
     let bold = Style::new().add_modifier(Modifier::BOLD);
@@ -317,6 +311,17 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         rows.push(fitting(cells, &columns, area.width));
     }
     draw_table(frame, area, columns, rows, &mut top.table);
+}
+
+/// The width that's left for the last column.
+fn width_left(columns: &[Column], width: u16) -> u16 {
+    let mut rest = width;
+    for column in columns.iter().filter(|column| width >= column.from_width) {
+        if let Constraint::Length(width) = column.width {
+            rest = rest.saturating_sub(width + 1);
+        }
+    }
+    rest
 }
 
 /// The cells of the columns that we show on a screen of this width.
