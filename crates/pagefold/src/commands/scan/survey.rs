@@ -359,8 +359,7 @@ impl Survey {
             // If the holders disagree, the frame was merged during the survey, so it counts as merged.
             let merged = holders.iter().any(|holder| holder.merged);
             let in_scope = u32::try_from(holders.len()).unwrap_or(u32::MAX);
-            let is_read = |holder: &Joint| self.processes[index(holder.process)].refused.is_none();
-            let is_kept = mappers > in_scope || !holders.iter().all(is_read);
+            let is_kept = mappers > in_scope || !holders.iter().all(|holder| self.is_read(holder));
             if !merged && is_kept && holders.iter().all(|holder| self.cause(holder).is_none()) {
                 for holder in holders {
                     let part = 1.0 / f64::from(mappers);
@@ -385,8 +384,7 @@ impl Survey {
                     self.shared.push((holder.frame, cell));
                 }
             }
-            let is_read = |holder: &&Joint| self.processes[index(holder.process)].refused.is_none();
-            let Some(&first) = holders.iter().find(is_read) else { continue };
+            let Some(&first) = holders.iter().find(|holder| self.is_read(holder)) else { continue };
             let process = &mut self.processes[index(first.process)];
             if merged {
                 process.merged.push(first.page);
@@ -431,6 +429,11 @@ impl Survey {
         for (process, held) in self.processes.iter_mut().zip(held) {
             process.pinned_part = (process.pinned.0 as f64 / f64::max(held, 1.0)).min(1.0);
         }
+    }
+
+    /// Whether we read pages of the holder's process.
+    fn is_read(&self, holder: &Joint) -> bool {
+        self.processes[index(holder.process)].refused.is_none()
     }
 
     fn cell_of(&self, joint: &Joint) -> u32 {
