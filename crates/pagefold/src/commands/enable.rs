@@ -22,7 +22,6 @@ use pagefold_host::scope::{
 use pagefold_procmem::Roots;
 use pagefold_text::escape::{printable, shell_word};
 use pagefold_text::exit::{self, Exit};
-use pagefold_text::figures::time;
 use pagefold_text::program::code_of;
 use pagefold_text::progress::Progress;
 use pagefold_text::style::{self, Lines, Style};
@@ -104,7 +103,7 @@ enum DaemonState {
 }
 
 /// What the daemon has done with the processes so far.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Outcome {
     processes: usize,
     saved_bytes: u64,
@@ -117,15 +116,14 @@ struct Outcome {
     /// One of the processes, to suggest `pagefold explain`.
     pid: Option<i32>,
     doing: String,
-    /// How long the daemon's work will still take at most, seconds.
-    done_in_seconds: Option<f64>,
+    /// How long the daemon's work will still take, in words.
+    done_in: Option<String>,
 }
 
 impl Outcome {
     fn of(status: &Status, pids: &[i32]) -> Self {
         let doing: Vec<String> = status.doing().iter().map(ToString::to_string).collect();
-        let mut outcome =
-            Self { doing: doing.join(" and "), done_in_seconds: status.activity.done_in_seconds, ..Self::default() };
+        let mut outcome = Self { doing: doing.join(" and "), done_in: status.done_in(), ..Self::default() };
         let out_of_scope = Exclusion::OutOfScope.to_string();
         for row in status.programs.processes.iter().filter(|row| pids.contains(&row.pid)) {
             outcome.processes += 1;
@@ -356,9 +354,9 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
             progress.clear();
             return Ok(outcome);
         }
-        let expected = match outcome.done_in_seconds {
-            Some(seconds) if seconds >= 1.0 => format!("first saving within about {}", time(seconds)),
-            _ => "waiting for the first saving".to_owned(),
+        let expected = match outcome.done_in {
+            Some(end) => format!("first saving within {end}"),
+            None => "waiting for the first saving".to_owned(),
         };
         progress.show(&format!("{expected}: {}", outcome.doing), None);
         std::thread::sleep(INTERVAL);

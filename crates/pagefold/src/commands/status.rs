@@ -283,13 +283,18 @@ impl Status {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
     }
 
-    /// How long the work at hand will roughly take, in words. Until something is saved we say so of the first saving, which
-    /// comes in the course of it, if any. `None` if that's less than a second, or unknown.
-    pub fn forecast(&self) -> Option<String> {
+    /// How long the work at hand will roughly take, in words. `None` if that's less than a second, or unknown.
+    pub fn done_in(&self) -> Option<String> {
         let seconds = self.activity.done_in_seconds.filter(|seconds| *seconds >= 1.0)?;
-        let event =
-            if self.memory.saved_bytes == Some(0) && !self.run.dry_run { "first saving within" } else { "done in" };
-        Some(format!("{event} about {}", time(seconds)))
+        Some(format!("about {}", time(seconds)))
+    }
+
+    /// When the work at hand will be done, in words. Until something is saved we say so of the first saving, which comes in
+    /// the course of it, if any.
+    pub fn forecast(&self) -> Option<String> {
+        let is_first = self.memory.saved_bytes == Some(0) && !self.run.dry_run;
+        let event = if is_first { "first saving within" } else { "done in" };
+        Some(format!("{event} {}", self.done_in()?))
     }
 
     /// The run's activities right now. There may be several.
