@@ -13,7 +13,6 @@ use pagefold_engine::reserve::RoomState;
 use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
-use std::cmp::Reverse;
 
 /// A metric. For the manual, we list its labels here: a status may have no values that show them.
 pub struct Family {
@@ -316,18 +315,20 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample
 
 /// No samples if there are several trust domains: a domain mustn't learn how much memory others have in common.
 fn of_one_domain(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
-    if status.programs.domains.len() > 1 { Vec::new() } else { of_scopes(status, value) }
+    if has_several_domains(status) { Vec::new() } else { of_scopes(status, value) }
+}
+
+fn has_several_domains(status: &Status) -> bool {
+    status.programs.domains.len() > 1
 }
 
 fn saved_by_workload(status: &Status) -> Vec<Sample> {
-    if status.memory.saved_bytes.is_none() || status.programs.domains.len() > 1 {
+    if status.memory.saved_bytes.is_none() || has_several_domains(status) {
         return Vec::new();
     }
-    let mut rows = by_workload(process_rows(&status.programs.processes));
-    rows.sort_by_key(|row| Reverse(row.saved_bytes));
     let mut samples = Vec::new();
     let mut other_bytes = 0;
-    for row in rows {
+    for row in by_workload(process_rows(&status.programs.processes)) {
         let saved_bytes = row.saved_bytes.unwrap_or(0);
         // Any user may start scopes, and each of their names would be another series.
         let is_scope = matches!(row.workload.rsplit_once('.'), Some((_, "scope")));

@@ -3,6 +3,7 @@
 use super::ProcessRow;
 use pagefold_engine::state::MemoryTotal;
 use pagefold_text::style::percent;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// We show this for a process that belongs to no workload.
@@ -47,7 +48,7 @@ pub fn process_rows(processes: &[ProcessRow]) -> Vec<Row> {
     rows
 }
 
-/// Sums up processes into a row for each workload, in the order of names.
+/// Sums up processes into a row for each workload, the ones that save most first.
 pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
     let mut rows: BTreeMap<String, Row> = BTreeMap::new();
     for Row { workload, memory, saved_bytes, .. } in processes {
@@ -59,5 +60,7 @@ pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
             row.saved_bytes = Some(row.saved_bytes.unwrap_or(0) + bytes);
         }
     }
-    rows.into_values().collect()
+    let mut rows: Vec<Row> = rows.into_values().collect();
+    rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.unmerged_bytes)));
+    rows
 }

@@ -13,7 +13,6 @@ use pagefold_engine::units::Pages;
 use pagefold_host::check::users;
 use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
-use std::cmp::Reverse;
 use std::fmt::Write;
 
 /// A table has at most this many rows. We sum up the others.
@@ -332,9 +331,8 @@ pub fn process_table(text: &mut String, processes: &[ProcessRow], are_guests: bo
 
 /// The workloads that save most, a line each. Nothing if no process belongs to one.
 fn workload_table(text: &mut String, processes: &[ProcessRow], style: Style) {
-    let mut rows = by_workload(process_rows(processes));
+    let rows = by_workload(process_rows(processes));
     if rows.iter().any(|row| row.workload != NO_WORKLOAD) {
-        rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.unmerged_bytes)));
         table(text, "  PROCS  WORKLOAD", &rows, style);
         if rows.len() > ROWS {
             let others = count(rows.len() - ROWS, "workload", "workloads");

@@ -160,7 +160,6 @@ fn programs(html: &mut String, status: &Status) {
     if sums.iter().all(|sum| sum.workload == NO_WORKLOAD) {
         sums.clear();
     }
-    sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.unmerged_bytes)));
     if !sums.is_empty() {
         let head = format!("<th>Workload</th><th class=\"n wide\">Processes</th>{MEMORY_HEAD}");
         table(html, "By workload", &head, &sums, |sum| {
