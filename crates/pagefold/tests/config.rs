@@ -208,9 +208,7 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
 /// Runs see a file at the default place in a mount namespace of their own.
 #[test]
 fn what_the_file_denies_is_left_alone_whatever_the_command_line_selects() {
-    let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
-        return skip("no cgroups");
-    };
+    let Some(cgroup) = Cgroup::of_any_version() else { return };
     let idle = Sleeper::start();
     cgroup.add(idle.pid());
     let name = cgroup.path().file_name().unwrap().to_str().unwrap();

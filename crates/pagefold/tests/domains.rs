@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use pagefold_testkit::*;
@@ -260,8 +259,7 @@ fn nobody_gets_into_the_merged_domain_by_itself() {
     let mut caches = [&cache, &cache].map(|program| doubled(program, 0xd0a4_0000));
     let owned = Cgroup::create("unified").expect("cgroup version 2");
     std::os::unix::fs::chown(owned.path(), Some(4321), None).unwrap();
-    let code = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.domain', b'caches')";
-    output_of(Command::new("python3").args(["-c", code]).arg(owned.path()));
+    cgroup::set_attribute(owned.path(), "user.pagefold.domain", "caches");
     let mut attackers = [&*forged, &plain].map(|program| doubled(program, 0xd0a4_0000));
     attackers.iter_mut().for_each(become_other);
     owned.add(attackers[1].pid());

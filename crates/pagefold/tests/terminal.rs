@@ -3,6 +3,7 @@
 use pagefold_testkit::*;
 use pagefold_text::escape::is_unsafe;
 use std::fs;
+use std::path::Path;
 use std::process::{Command, Output};
 
 /// This name clears the screen, sets the title, colours text by ESC and by C1 codes, and reverses the rest of the line.
@@ -54,8 +55,7 @@ fn names_with_escape_sequences_are_escaped_in_every_output() {
     check(&["scan", "--cgroup", NAME]);
     check(&["scan", "--user", NAME]);
     // The error message about this attribute names the cgroup.
-    let avoid = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.avoid', b'1')";
-    assert!(Command::new("python3").args(["-c", avoid, path]).status().unwrap().success());
+    cgroup::set_attribute(Path::new(path), "user.pagefold.avoid", "1");
     check(&["scan", "--pid", &pid]);
     check(&["unmerge", "--pid", &pid]);
     check(&["explain", &pid]);

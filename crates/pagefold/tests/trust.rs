@@ -7,7 +7,6 @@ mod worst;
 
 use pagefold_testkit::*;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// The number of pages of each process, and the number from which we make their contents.
@@ -25,12 +24,6 @@ const ASKED: Duration = Duration::from_secs(110);
 /// A process with the same contents as all others of the test.
 fn holder(program: &Path) -> Holder {
     Holder::with_as(program, PAGES, CONTENT)
-}
-
-fn set_attribute(path: &Path, name: &str, value: &str) {
-    let code = "import os, sys; os.setxattr(sys.argv[1], sys.argv[2], sys.argv[3].encode())";
-    let done = Command::new("python3").args(["-c", code]).arg(path).args([name, value]).status().unwrap();
-    assert!(done.success(), "{name} of {}", path.display());
 }
 
 /// A process, the change that we make to it, and how long it may stay marked after that.
@@ -67,7 +60,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
         case("deny list", &other, Box::new(|_: &mut Holder| {}), SOON),
     ];
     cases[4].holder.ask("user 4321");
-    set_attribute(owned.path(), "user.pagefold.avoid", "1");
+    cgroup::set_attribute(owned.path(), "user.pagefold.avoid", "1");
     let pids: Vec<i32> = others.iter().chain(cases.iter().map(|case| &case.holder)).map(Holder::pid).collect();
     let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]);
     wait_until_merged(&pids, MERGED);

@@ -129,7 +129,7 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
 #[test]
 fn what_is_excluded_stays_out_after_a_restart_until_it_is_included() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let Some((group, id)) = cgroup::container() else { return skip("no cgroups") };
+    let (group, id) = cgroup::container();
     let mut holders = same(96, 4);
     let pids = pids(&holders);
     group.add(pids[0]);

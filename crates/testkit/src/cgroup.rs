@@ -2,8 +2,10 @@
 
 use crate::process::wait_until;
 use crate::skip::skip_unsupported;
+use std::ffi::CString;
 use std::fs;
 use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -49,6 +51,31 @@ impl Cgroup {
         Some(Self { path, root })
     }
 
+    /// As [`Self::create`], in a hierarchy that doesn't matter. If none is mounted, reports that and returns `None`.
+    pub fn of_any_version() -> Option<Self> {
+        let group = Self::create("pids").or_else(|| Self::create("unified"));
+        if group.is_none() {
+            skip_unsupported("no control groups are mounted");
+        }
+        group
+    }
+
+    /// As [`Self::of_any_version`], with this name.
+    ///
+    /// # Panics
+    /// If no hierarchy is mounted.
+    pub fn of_any_version_named(name: &str) -> Self {
+        Self::named("pids", name).or_else(|| Self::named("unified", name)).expect("control groups are mounted")
+    }
+
+    /// Creates a group below this one, which has to outlive it.
+    #[must_use]
+    pub fn below(&self, name: &str) -> Self {
+        let path = self.path.join(name);
+        fs::create_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        Self { path, root: self.root.clone() }
+    }
+
     pub fn add(&self, pid: i32) {
         self.set("cgroup.procs", &pid.to_string());
     }
@@ -87,10 +114,19 @@ impl Drop for Cgroup {
 }
 
 /// The control group of a container, as Docker names it under systemd, and the container's identifier.
-pub fn container() -> Option<(Cgroup, String)> {
+pub fn container() -> (Cgroup, String) {
     let id = format!("{:08x}{:056x}", std::process::id(), 0x00c0_ffee);
-    let name = format!("docker-{id}.scope");
-    Some((Cgroup::named("pids", &name).or_else(|| Cgroup::named("unified", &name))?, id))
+    (Cgroup::of_any_version_named(&format!("docker-{id}.scope")), id)
+}
+
+/// Sets an extended attribute of a group or a file.
+#[track_caller]
+pub fn set_attribute(path: &Path, name: &str, value: &str) {
+    let terminated = |text: &[u8]| CString::new(text).unwrap();
+    let (path_text, name_text) = (terminated(path.as_os_str().as_bytes()), terminated(name.as_bytes()));
+    // SAFETY: both strings end with zero, and the value is as long as we say.
+    let done = unsafe { libc::setxattr(path_text.as_ptr(), name_text.as_ptr(), value.as_ptr().cast(), value.len(), 0) };
+    assert_eq!(done, 0, "{name} of {}: {}", path.display(), std::io::Error::last_os_error());
 }
 
 /// A control group that freezes its members.
