@@ -16,7 +16,8 @@
 # make xen      build pagefold-xen, in target/release (xen-test: lint and test it here; xen-quick: test guests of Xen in an emulated
 #               machine, too, where the first time it builds the hypervisor; xen-long: runs that are killed at each step, guests that
 #               interfere, a hundred thousand shares; xen-bochs: the unmodified hypervisor with VMX; xen-cost: instructions a page)
-# make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
+# make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only;
+#               kernel-field: run set-ups that people have reported by merging on request)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine (dkms-autoinstall: only
@@ -36,7 +37,7 @@
 CARGO ?= cargo
 
 .PHONY: build oci oci-test demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-inputs fuzz-long lab lab-test lab-live bench records \
-    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall kvm install \
+    fleet fleet-test kernel kernel-quick kernel-field kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall kvm install \
     install-files install-documents install-program pages deb deb-test systemd-test tarball release release-twice
 
 build:
@@ -66,7 +67,7 @@ test:
 # What two cores do within an hour from a cold cache.
 ci: lint test fuzz-inputs lab-test fleet-test kernel-quick dkms-autoinstall xen-test
 
-test-all: ci fuzz lab-live xen-quick field deb-test systemd-test oci-test kernel dkms kvm
+test-all: ci fuzz lab-live xen-quick field deb-test systemd-test oci-test kernel kernel-field dkms kvm
 
 run-tests-with-ksm:
 	$(CARGO) test $(LIVE) --no-fail-fast $(TESTS_WITH_KSM:%=--test %)
@@ -160,7 +161,7 @@ records: lab
 kernel:
 	scripts/kernel full
 
-kernel-quick kernel-cost kernel-deb: kernel-%:
+kernel-quick kernel-field kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
 
 xen-quick: xen-test

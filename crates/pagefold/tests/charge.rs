@@ -15,15 +15,15 @@ const BESIDES: u64 = 4;
 /// If nothing was merged for this time, we assume that nothing more will be.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// The least that we must save, in percent of what an oracle could save that chooses for each page whose copy stays.
-/// ksmd keeps the copy of whoever was marked last, so the first one's headroom is never used.
-const SAVED_PERCENT: u64 = 45;
-/// The first round is a setup that people have reported: containers with so many MiB below this limit, and what we must
-/// save there. At most two thirds can be saved.
+/// The least that we must save in each round, in percent of what an oracle could save that chooses for each page whose
+/// copy stays. ksmd keeps the copy of whoever was marked later, so the first program's headroom is never used. Of three
+/// programs, two thirds is the most that can be saved then, less what we leave as a reserve.
+const SAVED_PERCENT: u64 = 60;
+const SAVED_PERCENT_KSMD: u64 = 50;
+/// The first round is a setup that people have reported: containers with so many MiB below this limit.
 const REPORTED_COUNT: u64 = 3;
 const REPORTED_MIB: u64 = 60;
 const REPORTED_LIMIT_MIB: u64 = REPORTED_MIB * 140 / 100;
-const REPORTED_SAVED_PERCENT: u64 = 60;
 
 /// What happens to the daemon before the programs write.
 #[derive(Clone, Copy, Debug)]
@@ -43,11 +43,15 @@ impl Contained {
     fn start(mib: u64, limit_mib: u64) -> Option<Self> {
         let cgroup = Limited::make()?;
         cgroup.limit(limit_mib * MIB);
+        Some(Self::inside(cgroup, mib))
+    }
+
+    fn inside(cgroup: Limited, mib: u64) -> Self {
         let holder = Holder::start(mib * PAGES_PER_MIB);
         cgroup.add(holder.pid());
         let mut contained = Self { holder, cgroup };
         contained.write(1);
-        Some(contained)
+        contained
     }
 
     /// Writes to all of the program's pages. With the same number all programs write the same contents.
@@ -101,7 +105,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
     // Each kept copy takes a page of one program's headroom.
     let headroom: u64 = programs.iter().map(|program| limit_mib * MIB - program.cgroup.usage()).sum();
     let most = (count - 1) * headroom.min(mib * MIB);
-    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = daemon_on(&programs);
     settle(&programs);
     let bytes = before.saturating_sub(charged(&programs));
     let saved = bytes * 100 / most;
@@ -152,6 +156,10 @@ fn pids_of(programs: &[Contained]) -> Vec<i32> {
     programs.iter().map(|program| program.holder.pid()).collect()
 }
 
+fn daemon_on(programs: &[Contained]) -> Daemon {
+    Daemon::on(&pids_of(programs), &["--governor", "full", "--mechanism", mechanism()]).answering()
+}
+
 fn give_back(ksm: &KsmAtRest, programs: &[Contained]) {
     for program in programs {
         program.cgroup.unlimited();
@@ -166,9 +174,37 @@ fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
     let mut random = Random::new(0x00c4_a6e0);
     for number in 0..rounds {
         let Some(saved) = round(&ksm, number, &mut random) else { return };
-        let least = if number == 0 { REPORTED_SAVED_PERCENT } else { SAVED_PERCENT };
+        let least = if is_on_request() { SAVED_PERCENT } else { SAVED_PERCENT_KSMD };
         assert!(saved >= least, "round {number}: {saved} %");
     }
+}
+
+/// Guests below a slice with a limit, as `machine.slice` is, beside a container with a limit of its own.
+#[test]
+fn guests_share_the_headroom_of_their_slice() {
+    const EACH: u64 = 40;
+    const SLICE: u64 = 2 * (EACH + BESIDES) * 5 / 4;
+    const CONTAINER: u64 = EACH * 140 / 100 + BESIDES;
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(slice) = Limited::make() else { return };
+    slice.limit(SLICE * MIB);
+    let guest = |name: &str| Contained::inside(slice.below(name), EACH);
+    let mut programs = vec![guest("guest-1.scope"), guest("guest-2.scope")];
+    programs.extend(Contained::start(EACH, CONTAINER));
+    let before = charged(&programs);
+    let daemon = daemon_on(&programs);
+    settle(&programs);
+    let saved = before.saturating_sub(charged(&programs)) / MIB;
+    println!("{saved} of {} MiB saved", 2 * EACH);
+    for first in [2, 0, 1] {
+        programs[first].write(2);
+        assert!(programs.iter().all(|program| program.cgroup.kills() == 0));
+    }
+    assert_eq!(slice.kills(), 0);
+    assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
+    assert_eq!(daemon.terminate().code, Some(0));
+    slice.unlimited();
+    give_back(&ksm, &programs);
 }
 
 #[test]
@@ -182,7 +218,7 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
         programs.push(program);
     }
     let before = charged(&programs);
-    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = daemon_on(&programs);
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");

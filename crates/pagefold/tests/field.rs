@@ -42,7 +42,7 @@ const SECONDS_VARIABLE: &str = "PAGEFOLD_FIELD_SECONDS";
 
 /// A run that may use as much of a core as it needs.
 fn run(pids: &[i32]) -> Daemon {
-    Daemon::on(pids, &["--governor", "full", "--mechanism", "ksmd"]).answering()
+    Daemon::on(pids, &["--governor", "full", "--mechanism", mechanism()]).answering()
 }
 
 /// A program that holds this many MiB, with the same contents as any other one made here.

@@ -52,7 +52,8 @@ pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, save
 pub use namespace::{Disk, Namespace};
 pub use pagefold::{
     ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, children_of,
-    injector_on, json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
+    injector_on, is_on_request, json_lines, json_of, mechanism, output_of, pagefold, row, status, succeed, unmerge,
+    with_pids,
 };
 pub use pagefold_programs::child::OwnedChild;
 pub use process::{

@@ -31,6 +31,15 @@ impl Limited {
         Some(Self { cgroup, one })
     }
 
+    /// Makes a group below this one, at first without a limit of its own. This one has to outlive it.
+    #[must_use]
+    pub fn below(&self, name: &str) -> Self {
+        if !self.one {
+            self.cgroup.set("cgroup.subtree_control", "+memory");
+        }
+        Self { cgroup: self.cgroup.below(name), one: self.one }
+    }
+
     pub fn add(&self, pid: i32) {
         self.cgroup.add(pid);
     }

@@ -11,6 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 pub fn pagefold(args: &[impl AsRef<OsStr>]) -> Output {
@@ -103,6 +104,18 @@ pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
     let list = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     let own = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
     [own(&before), vec!["--pid".to_owned(), list], own(after)].concat()
+}
+
+/// How tests that can merge either way do it: by ksmd, unless `PAGEFOLD_MECHANISM` says `request`, as in the machine of
+/// `scripts/kernel field`.
+pub fn mechanism() -> &'static str {
+    static MECHANISM: LazyLock<String> =
+        LazyLock::new(|| std::env::var("PAGEFOLD_MECHANISM").unwrap_or_else(|_| "ksmd".to_owned()));
+    &MECHANISM
+}
+
+pub fn is_on_request() -> bool {
+    mechanism() == "request"
 }
 
 /// Gives back all merged memory of the processes, and returns the summary.

@@ -76,7 +76,9 @@ fn the_command_that_scan_prints_works_as_it_stands() {
     let own = Path::new(pagefold_testkit::program()).parent().unwrap();
     let path = format!("{}:{}", own.display(), std::env::var("PATH").unwrap());
     let mut command = Command::new("sh");
-    command.env("PATH", path).args(["-c", &format!("exec {printed} --json --governor full --mechanism ksmd")]);
+    command
+        .env("PATH", path)
+        .args(["-c", &format!("exec {printed} --json --governor full --mechanism {}", mechanism())]);
     let daemon = Daemon::of(&mut command).answering();
     assert_saves(unmerged, &pids, MIB_EACH / 2 * 95 / 100, 20);
     ksm.end(daemon, &pids);

@@ -186,7 +186,7 @@ fn jobs_that_soon_end_are_not_paused_beside_runners_that_stay() {
     let mut runners = [(); 2].map(|()| Holder::with_as(&program, RUNNER_MIB * PAGES_PER_MIB, COMMON));
     let pids = pids_of(&runners);
     let unmerged = held(&pids);
-    let scope = ["run", "--json", "--governor", "full", "--mechanism", "ksmd", "--exe", program.name()];
+    let scope = ["run", "--json", "--governor", "full", "--mechanism", mechanism(), "--exe", program.name()];
     let daemon = Daemon::start(&scope).answering();
     assert_saves(unmerged, &pids, RUNNER_MIB * 98 / 100, 20);
     let stops = || status()["stops"].as_u64().unwrap();
