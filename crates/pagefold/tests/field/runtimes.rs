@@ -21,7 +21,15 @@ impl Service {
 
     /// Starts it with a heap of this size, all of it touched at the start.
     fn start(&self, heap_mib: u64, collector: &str) -> Script {
-        let mut command = Command::new("java");
+        self.start_by(&mut Command::new("java"), heap_mib, collector)
+    }
+
+    /// As [`Self::start`], with marks from the start, as `pagefold exec` sets them.
+    fn start_marked(&self, heap_mib: u64, collector: &str) -> Script {
+        self.start_by(Command::new(program()).args(["exec", "--", "java"]), heap_mib, collector)
+    }
+
+    fn start_by(&self, command: &mut Command, heap_mib: u64, collector: &str) -> Script {
         command.args([&format!("-Xms{heap_mib}m"), &format!("-Xmx{heap_mib}m"), "-XX:+AlwaysPreTouch", collector]);
         let mut service = Script::of(command.arg("-cp").arg(self.0.path()).args(["Service", "8"]));
         assert_eq!(service.line(), "ready");
@@ -29,27 +37,94 @@ impl Service {
     }
 }
 
+/// How many services run, with which heap, and how much memory they may hold after some time.
+const SERVICES: usize = 3;
+const HEAP_MIB: u64 = 512;
+const MERGED_MIB: u64 = 250;
+const MERGED_AFTER: Duration = Duration::from_secs(75);
+
+fn pids_of_scripts(scripts: &[Script]) -> Vec<i32> {
+    scripts.iter().map(Script::pid).collect()
+}
+
 /// elasticsearch #16937, zookeeper #301, spark-kubernetes-operator #476: most of such a heap is zeros.
 #[test]
 #[ignore = "long; make field runs it"]
 fn heaps_of_jvms_touched_in_advance_stay_merged() {
-    const HEAP_MIB: u64 = 192;
     let Some(ksm) = KsmAtRest::take() else { return };
     let program = Service::compile();
-    let mut services = [(); 2].map(|()| program.start(HEAP_MIB, "-XX:+UseG1GC"));
-    let pids: Vec<i32> = services.iter().map(Script::pid).collect();
+    let mut services = [(); SERVICES].map(|()| program.start(HEAP_MIB, "-XX:+UseG1GC"));
+    let pids = pids_of_scripts(&services);
     let unmerged = held(&pids);
     let daemon = run(&pids);
-    let least_mib = 2 * HEAP_MIB * 75 / 100;
-    assert_saves(unmerged, &pids, least_mib, 20);
     let began = Instant::now();
-    while began.elapsed() < duration() / 2 {
+    std::thread::sleep(MERGED_AFTER);
+    let mut most = 0;
+    loop {
+        let held = held(&pids) / MIB;
+        most = most.max(held);
+        assert!(held <= MERGED_MIB, "{held} of {} MiB after {:?}", unmerged / MIB, began.elapsed());
+        if began.elapsed() >= duration() {
+            break;
+        }
         std::thread::sleep(Duration::from_millis(500));
-        let saved = saved_mib(unmerged, &pids);
-        assert!(saved >= least_mib, "{saved} MiB after {:?}", began.elapsed());
     }
+    println!("at most {most} of {} MiB", unmerged / MIB);
     services.iter_mut().for_each(assert_answers);
     ksm.end(daemon, &pids);
+}
+
+/// The 99th percentiles of how late the services' threads wake up while their heaps are merged, microseconds. We take
+/// the median of the services.
+fn pauses(services: &mut [Script; SERVICES]) -> u64 {
+    let mut pauses = services.each_mut().map(|service| {
+        service.say("pauses");
+        service.line().parse().unwrap()
+    });
+    pauses.sort_unstable();
+    pauses[SERVICES / 2]
+}
+
+/// Merges the heaps by pagefold, or by ksmd alone, and returns the pauses and how much memory is held, MiB.
+fn pauses_while_merging(program: &Service, by_pagefold: bool) -> (u64, u64) {
+    let ksm = KsmAtRest::take().unwrap();
+    let start = if by_pagefold { Service::start } else { Service::start_marked };
+    let mut services = [(); SERVICES].map(|()| start(program, HEAP_MIB, "-XX:+UseG1GC"));
+    let pids = pids_of_scripts(&services);
+    pauses(&mut services);
+    let daemon = by_pagefold.then(|| run(&pids));
+    if !by_pagefold {
+        // What ksmtuned sets when memory is short.
+        write_knob("pages_to_scan", "1250");
+        write_knob("use_zero_pages", "1");
+        write_knob("run", "1");
+    }
+    std::thread::sleep(MERGED_AFTER);
+    let measured = (pauses(&mut services), held(&pids) / MIB);
+    services.iter_mut().for_each(assert_answers);
+    if let Some(daemon) = daemon {
+        ksm.end(daemon, &pids);
+    }
+    measured
+}
+
+#[test]
+#[ignore = "long; make field runs it"]
+fn pauses_of_jvms_are_no_longer_than_with_ksm() {
+    const PAIRS: usize = 5;
+    if KsmAtRest::take().is_none() || is_on_request() {
+        return;
+    }
+    let program = Service::compile();
+    let mut percents = [0; PAIRS];
+    for percent in &mut percents {
+        let [(ours, our_mib), (ksms, ksms_mib)] = [true, false].map(|ours| pauses_while_merging(&program, ours));
+        println!("99 % of pauses: {ours} us ({our_mib} MiB held), beside ksmd alone {ksms} us ({ksms_mib} MiB)");
+        *percent = ours * 100 / ksms;
+    }
+    percents.sort_unstable();
+    println!("in percent: {percents:?}");
+    assert!(percents[PAIRS / 2] <= 100, "{percents:?}");
 }
 
 /// The heap of ZGC, which is recommended for game servers, is a shared mapping (see jdk11u #5). Search servers lock
@@ -124,14 +199,14 @@ impl Gunicorn {
         descendants(self.master.pid())
     }
 
-    /// Asks for the digest of the model.
-    fn digest(&self) -> String {
+    /// Asks for the checksum of the model.
+    fn checksum(&self) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
         stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
-        let Some((_, digest)) = answer.split_once("\r\n\r\n") else { panic!("{answer:?}") };
-        digest.to_owned()
+        let Some((_, checksum)) = answer.split_once("\r\n\r\n") else { panic!("{answer:?}") };
+        checksum.to_owned()
     }
 
     fn replace_workers(&self) {
@@ -156,24 +231,24 @@ impl Drop for Gunicorn {
 #[test]
 #[ignore = "long; make field runs it"]
 fn gunicorns_keep_one_model_when_their_workers_are_replaced() {
-    const MODEL_MIB: u64 = 48;
+    const MODEL_MIB: u64 = 160;
+    /// Of some 473 MiB that they hold without merging.
+    const MERGED: u64 = 315 * MIB;
     let Some(ksm) = KsmAtRest::take() else { return };
-    let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
-        return skip_unsupported("no control groups are mounted");
-    };
+    let Some(cgroup) = Cgroup::of_any_version() else { return };
     let servers = [Gunicorn::start(MODEL_MIB, &cgroup), Gunicorn::start(MODEL_MIB, &cgroup)];
-    let digest = servers[0].digest();
+    let checksum = servers[0].checksum();
     let ask_all = || {
         for _ in 0..10 * Gunicorn::WORKERS {
-            assert!(servers.iter().all(|server| server.digest() == digest));
+            assert!(servers.iter().all(|server| server.checksum() == checksum));
         }
     };
     ask_all();
     let unmerged = held(&cgroup.members());
     let scope =
-        ["run", "--json", "--governor", "full", "--mechanism", "ksmd", "--cgroup", cgroup.path.to_str().unwrap()];
+        ["run", "--json", "--governor", "full", "--mechanism", mechanism(), "--cgroup", cgroup.path.to_str().unwrap()];
     let daemon = Daemon::start(&scope).answering();
-    assert_saves(unmerged, &cgroup.members(), MODEL_MIB, 25);
+    assert_saves(unmerged, &cgroup.members(), (unmerged - MERGED) / MIB, 25);
     ask_all();
     servers.iter().for_each(Gunicorn::replace_workers);
     ask_all();
@@ -264,7 +339,8 @@ fn browsers_with_the_same_page_share_its_data() {
     let tabs = [Tab::open(), Tab::open()];
     let pids = [tabs[0].pids(), tabs[1].pids()].concat();
     let unmerged = held(&pids);
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd", "--allow", "chromium"]).answering();
+    let daemon =
+        Daemon::on(&pids, &["--governor", "full", "--mechanism", mechanism(), "--allow", "chromium"]).answering();
     assert_saves(unmerged, &pids, DATA_MIB, 60);
     let checks = tabs.each_ref().map(Tab::checks);
     wait_until("both pages go on", || tabs[0].checks() > checks[0] + 2 && tabs[1].checks() > checks[1] + 2);
