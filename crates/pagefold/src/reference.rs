@@ -133,7 +133,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("marked_bytes, marked_spans, unmarked_bytes", "Address space marked (in a dry run: that would be marked); the number of spans; address space unmarked again"),
             ("expected_bytes", "In a dry run: the duplicates in memory that pagefold would mark; if it would request each merge (/dev/ksm): all duplicates and zeros"),
             ("unknown_bytes", "In a dry run: memory that it was too short to sample"),
-            ("merged_pages, metadata_bytes", "Merged pages: pages saved and the copies that they share; KSM's metadata, 64 bytes per marked page"),
+            ("merged_pages, metadata_bytes", "Merged pages: pages saved and the copies that they share, null if they could not be counted; KSM's metadata, 64 bytes per marked page"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages, requests.differing_pages, requests.failed_pages", "As in pagefold.status/1"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "CPU time of pagefold and its injector; of the injector alone; of ksmd"),
             ("seconds_to_90_percent", "When savings last rose to 90 % of their final amount; null if they were above that from the start"),

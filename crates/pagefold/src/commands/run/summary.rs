@@ -33,7 +33,7 @@ pub struct Summary {
     marked_bytes: u64,
     marked_spans: u64,
     unmarked_bytes: u64,
-    merged_pages: u64,
+    merged_pages: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     requests: Option<RequestCounts>,
     /// Xen's own figures, if Xen guests were in scope.
@@ -93,7 +93,7 @@ impl Summary {
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             unmarked_bytes: ledger.unmarked.bytes().0,
-            merged_pages: engine.saving().map_or(0, |saving| saving.merged.0),
+            merged_pages: engine.saving().map(|saving| saving.merged.0),
             requests: state.requests,
             xen: ending.xen,
             cpu_seconds: state.work.cpu_seconds,
@@ -137,7 +137,8 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     text.blank();
     if !summary.dry_run {
         let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
-        row(&mut text, "merged", &format!("{} pages{reached}", summary.merged_pages));
+        let merged = summary.merged_pages.map_or("an unknown number of".to_owned(), |pages| pages.to_string());
+        row(&mut text, "merged", &format!("{merged} pages{reached}"));
     }
     if let Some(counts) = &summary.requests {
         row(&mut text, "requests", &requests::sentence(counts));
