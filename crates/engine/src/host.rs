@@ -45,6 +45,9 @@ pub struct Snapshot {
     pub now_ns: u64,
     /// The regions in scope that we may judge, without excluded ones.
     pub regions: Vec<RegionView>,
+    /// Whether the regions of processes that were there at the start may still be missing. An earlier run may have
+    /// merged them, so until then we can't count the saving.
+    pub is_starting: bool,
     pub ksm: KsmView,
     /// How the kernel merges equal pages.
     pub mechanism: Mechanism,

@@ -204,6 +204,7 @@ impl LiveHost {
             discovery: Discovery {
                 has_begun: false,
                 is_complete: false,
+                has_listed_all: false,
                 new_processes: NewProcesses::new(&rules.roots),
                 owner_keys: KeyCounter::default(),
             },
@@ -519,6 +520,7 @@ impl Host for LiveHost {
         Ok(Snapshot {
             now_ns,
             regions: self.regions.views.clone(),
+            is_starting: !self.discovery.has_listed_all,
             ksm,
             mechanism: self.mechanism(),
             shows_frames: true,

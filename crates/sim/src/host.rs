@@ -57,6 +57,7 @@ pub struct SimHost {
     pagefold_ns: u64,
     ours: bool,
     foreign_marks: bool,
+    is_starting: bool,
     free: MemoryView,
     limits: Vec<LimitView>,
     cgroups: Cgroups,
@@ -95,6 +96,7 @@ impl SimHost {
             pagefold_ns: 0,
             ours: true,
             foreign_marks: false,
+            is_starting: false,
             free: MemoryView::default(),
             limits: Vec::new(),
             cgroups: Cgroups::default(),
@@ -193,6 +195,11 @@ impl SimHost {
     /// Sets whether we tell pagefold that memory is still marked in a trust domain other than the one that ksmd merges.
     pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
         self.foreign_marks = foreign_marks;
+    }
+
+    /// Sets whether we tell pagefold that regions may still be missing.
+    pub fn set_starting(&mut self, is_starting: bool) {
+        self.is_starting = is_starting;
     }
 
     /// Sets whether a process is out of scope. It mustn't have any marks.

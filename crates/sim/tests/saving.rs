@@ -376,3 +376,21 @@ fn counting_takes_little_time() {
     assert!(counted_ns > before, "at least once a minute");
     assert!(sim.now_ns() - counted_ns <= 61_000_000_000);
 }
+
+#[test]
+fn the_saving_is_unknown_while_processes_may_be_missing() {
+    let mut sim = Machine::new(host());
+    for _ in 0..2 {
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(8 * MIB), Fill::Series(1))));
+    }
+    sim.run(30);
+    assert!(sim.engine.saving().is_some_and(|saving| saving.saved > Pages(7 * MIB)));
+    // The next run finds merged memory, but not all of its processes yet.
+    sim.engine = Engine::new(config());
+    sim.set_starting(true);
+    sim.run(3);
+    assert_eq!(sim.engine.saving(), None);
+    sim.set_starting(false);
+    sim.run(3);
+    assert!(sim.engine.saving().is_some_and(|saving| saving.saved > Pages(7 * MIB)));
+}

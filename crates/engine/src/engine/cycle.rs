@@ -261,7 +261,7 @@ impl Engine {
 
     /// The pages to look up now to count the saving.
     fn plan_count(&mut self) -> Vec<PageRun> {
-        if !self.snapshot.shows_frames || self.is_nothing_merged() {
+        if !self.snapshot.shows_frames || self.snapshot.is_starting || self.is_nothing_merged() {
             return Vec::new();
         }
         let is_busy = self.is_busy();

@@ -162,6 +162,8 @@ pub(super) struct Discovery {
     pub(super) has_begun: bool,
     /// Whether we've examined all processes that were there at the start.
     pub(super) is_complete: bool,
+    /// Whether we also know which regions of theirs we may judge, or have waited long enough.
+    pub(super) has_listed_all: bool,
     pub(super) new_processes: NewProcesses,
     pub(super) owner_keys: KeyCounter,
 }
@@ -361,6 +363,7 @@ impl LiveHost {
             }
         }
         self.schedule.are_all_checked |= self.are_checked(now_ns);
+        self.discovery.has_listed_all |= self.are_listed(now_ns);
         for (pid, why) in left_alone {
             self.report_left_alone(pid, why);
         }
@@ -375,6 +378,16 @@ impl LiveHost {
     fn are_checked(&self, now_ns: u64) -> bool {
         let is_checked = |target: &Target| target.appeared_ns.is_some() || target.image().is_some();
         now_ns >= FIRST_CHECKS_NS || self.discovery.is_complete && self.targets.values().all(is_checked)
+    }
+
+    /// Whether we've listed the regions of the processes that were in scope at the start, or have waited long enough.
+    /// For some we have to ask first whether they're dumpable.
+    fn are_listed(&self, now_ns: u64) -> bool {
+        let is_listed = |target: &Target| {
+            target.appeared_ns.is_some()
+                || target.image().is_some() && target.exclusion != Some(Exclusion::DumpableUnknown)
+        };
+        now_ns >= FIRST_CHECKS_NS || self.discovery.is_complete && self.targets.values().all(is_listed)
     }
 
     /// Removes a target whose process has ended.

@@ -260,6 +260,7 @@ impl Host for SimHost {
         Ok(Snapshot {
             now_ns,
             regions,
+            is_starting: self.is_starting,
             ksm,
             mechanism,
             shows_frames: true,
