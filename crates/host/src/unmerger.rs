@@ -2,15 +2,16 @@
 //!
 //! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If the thread sleeps for
 //! longer than usual, we leave it behind and begin with the next process. So a process that holds its own mmap lock
-//! can't keep other processes marked.
+//! can't keep other processes marked. Processes whose user or cgroup has used up its part of the injector's time come
+//! last, and wait until it has some again.
 
 use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
-use pagefold_inject::{Injector, InjectorHandle};
+use pagefold_inject::{InjectError, Injector, InjectorHandle};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::Job;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// We leave at most this many threads behind at a time.
 const LATE_MOST: usize = 64;
@@ -23,6 +24,11 @@ const COMPUTING_MOST: usize = 8;
 const TICK: Duration = Duration::from_millis(5);
 /// How long the injector may take for one call. It may be busy with a process whose mmap lock is held.
 const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long processes wait for their user's or cgroup's part of the injector's time while we finish none of them, and
+/// the time between two attempts.
+const SHARE_LIMIT: Duration = Duration::from_secs(10);
+const SHARE_PAUSE: Duration = Duration::from_millis(250);
 
 /// The result of unmerging a process.
 #[derive(Clone, Debug)]
@@ -42,20 +48,30 @@ pub struct Unmerger {
     injector: InjectorHandle,
     roots: Roots,
     late: Vec<Late>,
+    /// Processes that wait for their user's or cgroup's part of the injector's time.
+    waiting: Vec<(UnmergedProcess, ProcessInfo)>,
 }
 
 /// A process that we haven't finished unmerging.
 #[derive(Debug)]
 struct Late {
     process: UnmergedProcess,
-    job: Job<(Unmerged, Result<(), UnmergeError>)>,
+    job: Job<Attempt>,
+}
+
+/// An attempt to unmerge a process, and what is done so far.
+#[derive(Debug)]
+struct Attempt {
+    info: ProcessInfo,
+    done: Unmerged,
+    ran: Result<(), UnmergeError>,
 }
 
 impl Unmerger {
     /// Unmerges through this injector.
     pub fn new(injector: &mut Injector, roots: Roots) -> Self {
         injector.set_patience(INJECTOR_LIMIT);
-        Self { injector: injector.handle(), roots, late: Vec::new() }
+        Self { injector: injector.handle(), roots, late: Vec::new(), waiting: Vec::new() }
     }
 
     /// Unmerges a process. Returns the processes finished since the last call.
@@ -76,26 +92,67 @@ impl Unmerger {
             over.push(process.locked());
             return over;
         }
+        over.extend(self.attempt(process, info));
+        over
+    }
+
+    /// Makes an attempt to unmerge a process. Returns it if we've finished it.
+    fn attempt(&mut self, process: UnmergedProcess, info: ProcessInfo) -> Option<UnmergedProcess> {
         let injector = self.injector.clone();
         let roots = self.roots.clone();
+        let mut done = process.done.clone();
         let job = Job::start(move || {
-            let mut done = Unmerged::default();
             let ran = unmerge(&info.process, &injector, &roots, &mut done);
-            (done, ran)
+            Attempt { info, done, ran }
         });
         let mut computing = 0;
         for late in &mut self.late {
             computing += usize::from(!late.job.pending.is_stuck());
         }
         match job.wait(if computing < COMPUTING_MOST { COMPUTING } else { Duration::MAX }) {
-            Ok((done, ran)) => over.push(process.over(done, ran)),
-            Err(job) => self.late.push(Late { process, job }),
+            Ok(attempt) => self.end(process, attempt),
+            Err(job) => {
+                self.late.push(Late { process, job });
+                None
+            }
+        }
+    }
+
+    /// Ends an attempt. Returns the process unless it has to wait.
+    fn end(&mut self, mut process: UnmergedProcess, attempt: Attempt) -> Option<UnmergedProcess> {
+        let Attempt { info, done, ran } = attempt;
+        process.done = done;
+        if ran.as_ref().is_err_and(UnmergeError::must_wait) {
+            self.waiting.push((process, info));
+            return None;
+        }
+        Some(process.over(ran))
+    }
+
+    /// Waits for the processes that we haven't finished. Then tries those again that have to wait.
+    pub fn finish(&mut self) -> Vec<UnmergedProcess> {
+        let mut over = self.finish_late();
+        let mut since = Instant::now();
+        while !self.waiting.is_empty() && since.elapsed() < SHARE_LIMIT {
+            std::thread::sleep(SHARE_PAUSE);
+            let before = over.len();
+            for (process, info) in std::mem::take(&mut self.waiting) {
+                over.extend(self.attempt(process, info));
+            }
+            over.extend(self.finish_late());
+            if over.len() > before {
+                since = Instant::now();
+            }
+        }
+        for (process, _) in self.waiting.drain(..) {
+            let pid = process.pid;
+            over.push(process.over(Err(InjectError::OthersStalled { pid }.into())));
         }
         over
     }
 
     /// Waits for the processes that we haven't finished, as long as one of them makes progress.
-    pub fn finish(&mut self) -> Vec<UnmergedProcess> {
+    fn finish_late(&mut self) -> Vec<UnmergedProcess> {
         let mut over = self.take_over();
         while !self.late.is_empty() && !self.is_stuck() {
             std::thread::sleep(TICK);
@@ -116,11 +173,11 @@ impl Unmerger {
         for Late { process, job } in std::mem::take(&mut self.late) {
             let has_ended = job.pending.is_over();
             match job.poll() {
-                Ok((done, ran)) => over.push(process.over(done, ran)),
+                Ok(attempt) => over.extend(self.end(process, attempt)),
                 Err(_) if has_ended => {
                     let failed =
                         UnmergeError::Left { pid: process.pid, why: "the thread for it has failed".to_owned() };
-                    over.push(process.over(Unmerged::default(), Err(failed)));
+                    over.push(process.over(Err(failed)));
                 }
                 Err(job) => self.late.push(Late { process, job }),
             }
@@ -130,13 +187,13 @@ impl Unmerger {
 }
 
 impl UnmergedProcess {
-    fn over(self, done: Unmerged, ran: Result<(), UnmergeError>) -> Self {
-        Self { done, failure: ran.err().map(Arc::new), ..self }
+    fn over(self, ran: Result<(), UnmergeError>) -> Self {
+        Self { failure: ran.err().map(Arc::new), ..self }
     }
 
     fn locked(self) -> Self {
         let error = UnmergeError::Locked { pid: self.pid, name: self.name.clone() };
-        self.over(Unmerged::default(), Err(error))
+        self.over(Err(error))
     }
 
     /// Whether the process ended before we unmerged it, and wasn't selected by its own pid.

@@ -97,6 +97,11 @@ impl UnmergeError {
         }
     }
 
+    /// Whether we didn't try because the process's user or cgroup has used up its part of the injector's time.
+    pub fn must_wait(&self) -> bool {
+        matches!(self, Self::Inject(InjectError::OthersStalled { .. }))
+    }
+
     /// Whether the process has ended, so that none of its memory is merged any more.
     pub fn has_ended(&self) -> bool {
         matches!(
@@ -230,7 +235,7 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
     Ok(())
 }
 
-/// Unmarks everything that's marked in a process. `done` shows how far we got, also after an error.
+/// Unmarks everything that's marked in a process. Adds to `done` how far we got, also after an error.
 ///
 /// # Errors
 /// [`UnmergeError::NoRoom`] if the process's memory limits leave no room for the copies. Memory that's already unmarked
@@ -310,6 +315,8 @@ fn unmark_all(
         }
         drop(calls);
         match ran {
+            // Our caller tries again once the user or cgroup has some time left.
+            Err(error) if error.must_wait() => return Err(error),
             // Unmarking twice does no harm.
             Err(UnmergeError::Inject(error)) if error.is_passing() && Instant::now() < end => sleep(RETRY_PAUSE),
             ran => {
@@ -326,9 +333,9 @@ fn unmark_all(
 }
 
 impl Unmerged {
-    /// Computes how much was unmarked and unmerged, from the states before and after.
+    /// Adds how much was unmarked and unmerged, from the states before and after.
     fn record(&mut self, before: &MarkState, after: &MarkState) {
-        self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
+        self.given_back.0 += before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024);
         for &(start, end) in &before.marked {
             let still = after.marked.iter().map(|&(from, to)| to.min(end).saturating_sub(from.max(start)));
             let unmarked = Bytes(end - start - still.sum::<u64>());
