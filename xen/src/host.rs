@@ -456,6 +456,7 @@ fn views(guest: &Guest) -> Vec<RegionView> {
             first: Vpn(range.first.0),
             pages: range.pages,
             resident: range.pages,
+            merged_somewhere: Pages(0),
             marked: Pages(0),
             named: false,
             left_alone: false,

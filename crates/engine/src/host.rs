@@ -136,6 +136,8 @@ pub struct RegionView {
     pub resident: Pages,
     /// How many pages of the range are marked mergeable, if ksmd does the merging.
     pub marked: Pages,
+    /// How many of the resident pages KSM has merged, where we can't tell which (`shows_lone` is false). Otherwise 0.
+    pub merged_somewhere: Pages,
     /// Whether the mapping is marked because we asked the kernel to merge one of its pages. Then its pages may be
     /// merged.
     pub named: bool,

@@ -534,6 +534,7 @@ pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
         pages: Pages(pages),
         resident: Pages(pages),
         marked: Pages(0),
+        merged_somewhere: Pages(0),
         named: false,
         left_alone: false,
     }

@@ -425,7 +425,7 @@ impl Default for Relatives {
 impl Relatives {
     fn add(&mut self, region: &Region, page: Vpn) {
         self.all += 1.0;
-        self.is_frame_kept |= region.usage.outside.contains(page);
+        self.is_frame_kept |= region.usage.outside.contains(page) && !looks_merged_with_others(region);
         if region.usage.own.contains(page) {
             self.own += 1.0;
             self.oldest_own_ns = self.oldest_own_ns.min(region.seen_ns);
@@ -440,6 +440,12 @@ impl Relatives {
         let is_another_shared = self.oldest_other_ns <= self.oldest_own_ns && !self.is_frame_kept;
         self.own + f64::from(u8::from(is_another_shared))
     }
+}
+
+/// Whether the pages of a region that processes outside its family map, too, were merged with theirs by an earlier run,
+/// rather than shared through fork. Where the kernel doesn't show which pages are merged, it still shows how many.
+fn looks_merged_with_others(region: &Region) -> bool {
+    2 * region.view.merged_somewhere.0 >= region.usage.outside.len().0.max(1)
 }
 
 /// What a page is a copy of: its frame's number. KSM keeps several frames of a content that more than

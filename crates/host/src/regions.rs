@@ -26,6 +26,8 @@ pub struct Stretch {
     /// The process's part of the frames of these pages, as Pss counts.
     pub held: Pages,
     pub marked: Pages,
+    /// How many pages KSM has merged, as smaps counts them (Linux 6.7).
+    pub merged: Pages,
     /// Whether some of the pages are in huge pages.
     pub huge: bool,
     pub kind: RegionKind,
@@ -70,12 +72,14 @@ pub fn stretches(
         // Pss also counts a file's pages that nobody has written.
         let held = Pages((detail.pss_kib.min(detail.anonymous_kib) + 2) / 4);
         let marked = if is_marked { pages } else { Pages(0) };
+        let merged = Pages(detail.ksm_kib.unwrap_or(0) / 4);
         match stretches.last_mut() {
             Some(stretch) if goes_on => {
                 stretch.pages += pages;
                 stretch.resident += resident;
                 stretch.held += held;
                 stretch.marked += marked;
+                stretch.merged += merged;
                 stretch.huge |= detail.anon_huge_kib > 0;
             }
             _ => stretches.push(Stretch {
@@ -84,6 +88,7 @@ pub fn stretches(
                 resident,
                 held,
                 marked,
+                merged,
                 huge: detail.anon_huge_kib > 0,
                 kind: kind_of(&detail.vma, exe),
                 family: FamilyKey(0),
@@ -266,6 +271,7 @@ mod tests {
             resident: Pages(pages),
             held: Pages(pages),
             marked: Pages(0),
+            merged: Pages(0),
             huge: false,
             kind: RegionKind::Anonymous,
             family: FamilyKey(0),

@@ -213,7 +213,7 @@ fn block_bits(view: &RegionView, is_cut: bool) -> u32 {
 }
 
 /// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. The
-/// host only knows how many pages of the whole mapping are resident and marked. We divide these numbers among the
+/// host only knows how many pages of the whole mapping are resident, marked and merged. We divide these numbers among the
 /// blocks by length.
 fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
     let end = view.first.0 + view.pages.0;
@@ -222,7 +222,8 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
         let pages = Pages(((number + 1) << bits).min(end) - first);
         let resident = part_of(view.resident, pages, view.pages);
         let marked = part_of(view.marked, pages, view.pages);
-        (number, RegionView { first: Vpn(first), pages, resident, marked, ..view })
+        let merged_somewhere = part_of(view.merged_somewhere, pages, view.pages);
+        (number, RegionView { first: Vpn(first), pages, resident, marked, merged_somewhere, ..view })
     })
 }
 

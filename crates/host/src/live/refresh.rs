@@ -12,6 +12,7 @@ use pagefold_engine::host::{Mechanism, RegionView};
 use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
 use pagefold_engine::units::{Pages, count};
+use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::{Origin, Share};
@@ -460,6 +461,7 @@ impl LiveHost {
                     pages: stretch.pages,
                     resident: stretch.resident,
                     marked: if on_request { Pages(0) } else { stretch.marked },
+                    merged_somewhere: if shows_merged() { Pages(0) } else { stretch.merged },
                     named: on_request && stretch.marked > Pages(0),
                     left_alone: target.exclusion.is_some(),
                 });

@@ -40,6 +40,7 @@ impl SimHost {
         let pages = Pages(u64::from(region.len()));
         let marked = Pages(region.marks.pages());
         let on_request = self.knobs.mechanism == Mechanism::Request;
+        let merged_somewhere = if self.knobs.shows_lone { Pages(0) } else { self.memory.merged_in(region) };
         let (counted_ns, mut resident, _) = self.residents.get(&key).copied().unwrap_or_default();
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
             let mut there = 0;
@@ -67,6 +68,7 @@ impl SimHost {
             pages,
             resident,
             marked: if on_request { Pages(0) } else { marked },
+            merged_somewhere,
             named: on_request && marked > Pages(0),
             left_alone: self.memory.owners[owner as usize].left_alone,
         })
