@@ -445,6 +445,41 @@ fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
     assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
 }
 
+/// Two processes whose users get no key must not count as one domain.
+#[test]
+fn a_process_for_whose_domain_no_key_is_left_is_left_alone_and_unmarked() {
+    for by_ksmd in [false, true] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        assert!(watched.refresh_after(10 * SECOND) && watched.at(FIRST).is_some());
+        watched.target.set_marked();
+        watched.rules.domain_rules.by_user = true;
+        watched.rules.merged = by_ksmd.then_some(watched.target.domain);
+        for number in 0.. {
+            if watched.rules.domains.are_full() {
+                break;
+            }
+            watched.rules.domains.key_of(&format!("domain {number}"));
+        }
+        watched.target.judge_again();
+        assert!(watched.refresh_after(0));
+        assert_eq!(watched.target.exclusion, Some(Exclusion::NoDomain));
+        assert!(watched.target.regions.is_empty() && !watched.target.may_be_read());
+        assert!(watched.target.pending.as_ref().is_some_and(|pending| pending.marks == Marks::Mappings));
+        watched.target.set_settled();
+        for _ in 0..3 {
+            watched.refresh_after(10 * SECOND);
+            assert_eq!(watched.target.exclusion, Some(Exclusion::NoDomain));
+            assert!(watched.target.regions.is_empty() && !watched.target.may_be_read());
+        }
+        // Once a key is free, the process is in a domain again.
+        watched.rules.domains.keep(|_| false);
+        watched.rules.merged = None;
+        watched.target.judge_again();
+        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+    }
+}
+
 /// A release is switched by a link while programs of the last one run.
 #[test]
 fn a_program_stays_in_scope_when_the_link_that_it_was_selected_by_is_switched() {
