@@ -4,7 +4,10 @@
 use pagefold_engine::random::Random;
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// The number of pages to guess (8 MiB). About half of the guesses are right.
@@ -13,6 +16,8 @@ const PAGES: u64 = 8 * PAGES_PER_MIB;
 const HELPED: u64 = 80 * PAGES_PER_MIB;
 /// How many contents are possible for each page.
 const CANDIDATES: u64 = 16;
+/// The attacker's user if it's in another domain than its victim.
+const USER: u32 = 4321;
 
 /// A possible content of a victim's page. No two pages share a candidate.
 fn candidate(round: u64, page: u64, number: u64) -> u64 {
@@ -113,7 +118,7 @@ fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Atta
     write(&mut victim, &secrets);
     write(&mut replica, &secrets);
     if other_domain {
-        attacker.ask("user 4321");
+        attacker.ask(&format!("user {USER}"));
     }
     if way == Way::Rewrites {
         let bait = Change::Write { first: 0, pages: PAGES, content: 0x000b_a170_0000 + round * PAGES, step: 1 };
@@ -165,9 +170,46 @@ fn the_time_of_a_write_says_nothing_about_another_domain() {
     ksm.assert_restored();
 }
 
+/// What a process sees of itself and of pagefold.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    marks: Marks,
+    counters: String,
+    /// What pagefold answers to the process's user: exit code, output and errors.
+    answers: Vec<(Option<i32>, String, String)>,
+    /// What the kernel answers when the process marks its memory and takes that back, page by page and then as a whole.
+    returned: Vec<u64>,
+}
+
+impl Seen {
+    fn by(attacker: &mut Holder, program: &ProgramCopy) -> Self {
+        const SET_MEMORY_MERGE: i32 = 67;
+        const GET_MEMORY_MERGE: i32 = 68;
+        let pid = attacker.pid().to_string();
+        let marks = marks(attacker.pid());
+        let counters = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap();
+        let mut answers = Vec::new();
+        for args in [&["status", "--json"][..], &["explain", "--json", &pid], &["exclude", &pid], &["unmerge", &pid]] {
+            let output = Command::new(program.name()).args(args).uid(USER).gid(USER).output().unwrap();
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).replace(&pid, "PID");
+            answers.push((output.status.code(), text(&output.stdout), text(&output.stderr)));
+        }
+        let mut returned = Vec::new();
+        for page in 0..attacker.pages {
+            for advice in [libc::MADV_MERGEABLE, libc::MADV_UNMERGEABLE] {
+                returned.push(attacker.ask(&format!("try {page} 1 {advice}")));
+            }
+        }
+        for (option, value) in [(GET_MEMORY_MERGE, 0), (SET_MEMORY_MERGE, 1), (SET_MEMORY_MERGE, 0)] {
+            returned.push(attacker.ask(&format!("prctl {option} {value}")));
+        }
+        Self { marks, counters, answers, returned }
+    }
+}
+
 /// Each of two copies of the attacker's program holds guesses, each beside pages that only the other copy also has. If
 /// a guess at another domain's contents decided whether that memory gets marked, the flag `mg` in its own smaps would
-/// tell the attacker whether the guess was right.
+/// tell the attacker whether the guess was right. Neither may anything else that it can see or ask for.
 #[test]
 fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     const GUESSES: u64 = 20;
@@ -178,7 +220,7 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     // There are two copies each of a program with right guesses and of one with wrong ones.
     let mut attackers: Vec<Holder> = (0..4).map(|_| Holder::start(GUESSES * COPIED)).collect();
     for (number, attacker) in attackers.iter_mut().enumerate() {
-        attacker.ask("user 4321");
+        attacker.ask(&format!("user {USER}"));
         let is_right = number < 2;
         for guess in 0..GUESSES {
             let content = candidate(if is_right { 9 } else { 10 }, 0, guess);
@@ -193,12 +235,12 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     let daemon = Daemon::on(&pids, &options);
     wait_until_merged(&pids[..2], 7 * MIB);
     provoke_scans(9, &mut helpers);
-    let seen = |attacker: &Holder| {
-        let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", attacker.pid())).unwrap();
-        (marks(attacker.pid()), stat)
-    };
-    let seen: Vec<_> = attackers.iter().map(seen).collect();
+    let program = ProgramCopy::of(program(), "pagefold");
+    // Even if everybody may open the socket, the daemon refuses.
+    fs::set_permissions("/run/pagefold/control.sock", Permissions::from_mode(0o666)).unwrap();
+    let seen: Vec<_> = attackers.iter_mut().map(|attacker| Seen::by(attacker, &program)).collect();
     assert!(seen.iter().all(|of| *of == seen[0]), "{seen:?}");
-    assert_eq!(seen[0].0, Marks::default());
+    assert_eq!(seen[0].marks, Marks::default());
+    assert!(seen[0].answers.iter().all(|(code, output, _)| *code == Some(3) && output.is_empty()), "{seen:?}");
     ksm.end(daemon, &pids);
 }

@@ -10,6 +10,8 @@
 //!
 //! `time` answers the number of its pages, and then, on a line for each page, how many cycles a write to it takes.
 //!
+//! `try FIRST PAGES ADVICE` (madvise) and `prctl OPTION VALUE` answer what the call returns, or 1000 and its error.
+//!
 //! These commands change its identity, or how it uses its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `pin
 //! FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all of
 //! its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `shared PAGES
@@ -100,6 +102,17 @@ fn main() {
             }
             ("mark", [_, _]) => advise(libc::MADV_MERGEABLE),
             ("advise", &[_, _, kind]) => advise(i32::try_from(kind).expect("an advice")),
+            ("try", &[_, _, kind]) => {
+                let (first, pages) = range();
+                let kind = i32::try_from(kind).expect("an advice");
+                // SAFETY: within the mapping, and nobody uses a reference to it during the call, which marks or unmarks.
+                result_of(unsafe { libc::madvise(start.byte_add(first * PAGE), pages * PAGE, kind) })
+            }
+            ("prctl", &[option, value]) => {
+                let option = i32::try_from(option).expect("an option");
+                // SAFETY: numbers only.
+                result_of(unsafe { libc::prctl(option, value, 0, 0, 0) })
+            }
             ("lock", [_, _]) => {
                 let (first, pages) = range();
                 // SAFETY: within the mapping; locking changes no contents.
@@ -192,6 +205,12 @@ fn main() {
         answer(done);
     }
     std::hint::black_box(bytes);
+}
+
+/// What a call returned, or 1000 and the number of its error.
+fn result_of(returned: i32) -> u64 {
+    let error = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+    u64::try_from(if returned < 0 { 1000 + error } else { returned }).expect("a number")
 }
 
 /// Counts pages that don't have the content written to them. Counts each only once.
