@@ -4,7 +4,8 @@ use crate::pagefold::output_of;
 use crate::process::Script;
 use crate::skip::skip;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -34,6 +35,20 @@ impl Namespace {
         let mut command = Command::new("nsenter");
         command.args(["-t", &self.shell.pid().to_string(), "-m"]).arg(program);
         command
+    }
+
+    /// Runs this in the namespace, on a thread of its own. Threads that it starts stay there.
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        let namespace = File::open(format!("/proc/{}/ns/mnt", self.shell.pid())).unwrap();
+        let enter = move || {
+            // SAFETY: no memory is passed, and the descriptor is open. Other threads keep their namespace.
+            unsafe {
+                assert_eq!(libc::unshare(libc::CLONE_FS), 0);
+                assert_eq!(libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS), 0);
+            }
+            work()
+        };
+        std::thread::scope(|scope| scope.spawn(enter).join().unwrap())
     }
 
     /// The root of the namespace's file systems, as seen from outside.
