@@ -5,13 +5,16 @@ use super::*;
 use pagefold_testkit::injection::Victim;
 
 const USER: &str = "4321";
-/// Programs of each kind.
-const EACH: usize = 20;
+const PROGRAMS: usize = 40;
 /// The bounds that docs/safety.md states, and the time that our own start takes.
 const MARKED_WITHIN: Duration = Duration::from_secs(3);
 const UNMARKED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Victims that hold their memory map's lock for reading, and others that get no CPU time.
+/// The kinds of victims: some hold their memory map's lock for reading, and others get no CPU time.
+const LOCKED_OR_LATE: &[&str] = &["reading", "late"];
+/// These stop neither during a long call nor while it waits.
+const CALLING: &[&str] = &["calling"];
+
 struct Hostile {
     victims: Vec<Victim>,
     throttled: Cgroup,
@@ -21,21 +24,26 @@ struct Hostile {
 
 impl Hostile {
     /// `None` if this machine can't have such victims. Reports why.
-    fn start(options: &[&str]) -> Option<Self> {
+    fn start(kinds: &[&str], options: &[&str]) -> Option<Self> {
         let Some(throttled) = Cgroup::create("cpu") else {
             skip_unsupported("no control group limits CPU time");
             return None;
         };
         let own = Cgroup::create("unified").expect("cgroup version 2");
-        // All threads in this cgroup together get a thousandth of a core.
-        throttled.set("cpu.cfs_period_us", "1000000");
-        throttled.set("cpu.cfs_quota_us", "1000");
+        if kinds == CALLING {
+            // They wait all the longer, and slow down nobody else by computing.
+            throttled.set("cpu.shares", "2");
+        } else {
+            // All threads in this cgroup together get a thousandth of a core.
+            throttled.set("cpu.cfs_period_us", "1000000");
+            throttled.set("cpu.cfs_quota_us", "1000");
+        }
         let mut hostile = Self { victims: Vec::new(), throttled, own };
-        for kind in ["reading", "late"] {
-            for _ in 0..EACH {
+        for kind in kinds {
+            for _ in 0..PROGRAMS / kinds.len() {
                 let victim = Victim::try_start(&[&["stalling", kind], options].concat()).map_err(skip).ok()?;
                 hostile.own.add(victim.pid());
-                if kind == "late" {
+                if *kind != "reading" {
                     hostile.throttled.add(victim.pid());
                 }
                 hostile.victims.push(victim);
@@ -51,8 +59,12 @@ impl Hostile {
 
 impl Drop for Hostile {
     fn drop(&mut self) {
-        // Let the throttled victims end.
+        // Let the victims end, all at the same time.
+        for victim in &self.victims {
+            victim.kill(libc::SIGKILL);
+        }
         self.throttled.set("cpu.cfs_quota_us", "-1");
+        self.throttled.set("cpu.shares", "1024");
     }
 }
 
@@ -60,35 +72,37 @@ impl Drop for Hostile {
 fn one_users_programs_delay_no_mark_of_others_and_no_secret() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let program = victim_binary("holder");
-    for is_alone in [true, false] {
-        let hostile = if is_alone { None } else { Hostile::start(&[USER]) };
-        if hostile.is_none() && !is_alone {
-            return;
-        }
-        let mut pids = hostile.as_ref().map(Hostile::pids).unwrap_or_default();
+    for kinds in [&[], LOCKED_OR_LATE, CALLING] {
+        let Some(hostile) = Hostile::start(kinds, &[USER]) else { return };
+        let mut pids = hostile.pids();
         let mut twins = [holder(&program), holder(&program)];
         let own: Vec<i32> = twins.iter().map(Holder::pid).collect();
         pids.extend(&own);
         let config = ConfigFile::new("");
         let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]).answering();
         let began = Instant::now();
+        let mut has_stalled = kinds.is_empty();
         while own.iter().any(|&pid| marks(pid).marked < MERGED) && began.elapsed() < Duration::from_secs(60) {
+            has_stalled = has_stalled || hostile.victims.iter().any(Victim::is_traced);
             std::thread::sleep(Duration::from_millis(10));
         }
         let marked = began.elapsed();
         wait_until_merged(&own, MERGED);
-        // All the others have to be unmarked at the same moment.
-        daemon.reload(&config, "[deny]\nalso = [\"victim\"]\n");
+        if kinds == LOCKED_OR_LATE {
+            // All the others have to be unmarked at the same moment.
+            daemon.reload(&config, "[deny]\nalso = [\"victim\"]\n");
+        }
         assert_eq!(twins[0].ask(&format!("lock 0 {PAGES}")), 0);
         let began = Instant::now();
         while marks(own[0]) != Marks::default() && began.elapsed() < Duration::from_secs(60) {
             std::thread::sleep(Duration::from_millis(10));
         }
         let unmarked = began.elapsed();
-        println!("alone: {is_alone}; twins marked after {marked:?}, a secret unmarked after {unmarked:?}");
+        println!("beside {kinds:?}: twins marked after {marked:?}, a secret unmarked after {unmarked:?}");
         assert!(twins.iter_mut().all(Holder::is_intact));
         drop(hostile);
         ksm.end(daemon, &own);
+        assert!(has_stalled, "{kinds:?} delayed no stop");
         assert!(marked < MARKED_WITHIN && unmarked < UNMARKED_WITHIN, "{marked:?}, {unmarked:?}");
     }
 }
@@ -97,7 +111,7 @@ fn one_users_programs_delay_no_mark_of_others_and_no_secret() {
 fn one_users_programs_delay_no_unmerging_of_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let program = victim_binary("holder");
-    let Some(hostile) = Hostile::start(&[USER, "marked"]) else { return };
+    let Some(hostile) = Hostile::start(LOCKED_OR_LATE, &[USER, "marked"]) else { return };
     let mut twins = [holder(&program), holder(&program)];
     let own: Vec<i32> = twins.iter().map(Holder::pid).collect();
     let daemon = Daemon::on(&own, &["--governor", "full"]);

@@ -10,6 +10,7 @@
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
 //! | `frame` | a call to poll(2) that is injected stops the injector: meanwhile such a page replaces the one of the return frame. The first byte read ends that, and the second one is answered |
 //! | `ending` | its main thread, while it ends, writes such a page; it has ended after the first byte read, and the second one is answered |
+//! | `calling` | makes one call after another that reads 2 GiB without a look at signals and then, uninterruptibly, waits a second for such a page; with the same 1 MiB |
 //! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
@@ -17,7 +18,7 @@
 //! | `churn` | splits and joins as many mappings all the time |
 
 use crate::checks::{Memory, report};
-use crate::system::{anonymous, map_at};
+use crate::system::{WRITABLE, anonymous, map, map_at};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -35,8 +36,10 @@ const REGIONS: usize = 16_000;
 const FILE_PAGES: usize = 64;
 /// How much memory of its own the kind `locking` has.
 const OWN_BYTES: usize = 8 << 20;
-/// How much common memory the kinds `reading` and `late` have.
+/// How much common memory the kinds `reading`, `calling` and `late` have.
 const COMMON_BYTES: usize = 1 << 20;
+/// How long the server lets the kind `calling` wait for a page.
+const ANSWER_AFTER: Duration = Duration::from_secs(1);
 /// Whether the kind `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
 /// The address of its own memory.
@@ -50,6 +53,7 @@ const LOW: usize = 0x1000_0000;
 
 pub fn main(kind: &str) {
     let memory = Memory::new();
+    let mut mapped = None;
     let done = match kind {
         "code" => stalled_file().map(|file| {
             map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, file.as_raw_fd());
@@ -77,6 +81,10 @@ pub fn main(kind: &str) {
         "ending" => stalled_file().map(|file| {
             let access = libc::PROT_READ | libc::PROT_WRITE;
             map_at(LOW, FILE_PAGES * 4096, access, libc::MAP_PRIVATE, file.as_raw_fd());
+        }),
+        "calling" => stalled_file().map(|file| {
+            map_at(LOW, 4096, WRITABLE, libc::MAP_PRIVATE, file.as_raw_fd());
+            mapped = Some(file);
         }),
         "late" => Ok(()),
         "exec" => stalled_file().map(|file| {
@@ -109,6 +117,9 @@ pub fn main(kind: &str) {
         std::thread::sleep(HEAD_START);
     }
     memory.announce();
+    if let Some(file) = mapped {
+        call_for_long(&file);
+    }
     if kind == "late" {
         loop {
             std::hint::spin_loop();
@@ -162,6 +173,27 @@ fn lock(file: &File, wait: fn()) {
 /// Reads the mapped file with the memory map locked for reading, for ever.
 fn read_stalled_file() {
     let _ = File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64);
+}
+
+/// Reads from a file without pages, whose zeros the kernel copies without a look at signals. The end goes to the mapped
+/// page, which the server has to provide each time.
+fn call_for_long(file: &File) -> ! {
+    const PART: usize = 2 << 20;
+    const PARTS: usize = 1023;
+    let buffer = map(PART, WRITABLE, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1);
+    let page = LOW as *mut libc::c_void;
+    let mut parts = vec![libc::iovec { iov_base: buffer.cast(), iov_len: PART }; PARTS];
+    parts.push(libc::iovec { iov_base: page, iov_len: 4096 });
+    let count = i32::try_from(parts.len()).unwrap();
+    unsafe {
+        let holes = libc::memfd_create(c"holes".as_ptr(), 0);
+        assert_eq!(libc::ftruncate(holes, 4 << 30), 0);
+        loop {
+            libc::preadv(holes, parts.as_ptr(), count, 0);
+            libc::madvise(page, 4096, libc::MADV_DONTNEED);
+            libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED);
+        }
+    }
 }
 
 /// Fails all reads of the file, also those that wait.
@@ -358,14 +390,16 @@ fn spawn_server(server: &File) -> Result<(), String> {
     }
 }
 
-/// Answers the requests of the kernel (include/uapi/linux/fuse.h), except reads.
+/// Answers the requests of the kernel (include/uapi/linux/fuse.h), except reads. The kind `calling` gets zeros, late.
 fn serve(mut server: &File) {
     const LOOKUP: u32 = 1;
     const GETATTR: u32 = 3;
     const OPEN: u32 = 14;
+    const READ: u32 = 15;
     const INIT: u32 = 26;
     const UNANSWERED: [u32; 4] = [2, 15, 36, 42]; // FORGET, READ, INTERRUPT, BATCH_FORGET
     const SUCCEED: [u32; 2] = [18, 25]; // RELEASE, FLUSH
+    let answers_reads = std::env::args().nth(2).is_some_and(|kind| kind == "calling");
     let mut request = vec![0; 1 << 20];
     while let Ok(length @ 40..) = server.read(&mut request) {
         let number = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
@@ -381,13 +415,20 @@ fn serve(mut server: &File) {
         let hour = 3600;
         let (error, body) = match opcode {
             INIT => {
-                let mut body = [7_u32, 31, 0, 0, 0, 4096, 1].map(u32::to_le_bytes).concat();
+                // The kernel waits uninterruptibly if it reads ahead, a page here, and asynchronously.
+                let [ahead, asynchronous] = if answers_reads { [4096, 1] } else { [0, 0] };
+                let mut body = [7_u32, 31, ahead, asynchronous, 0, 4096, 1].map(u32::to_le_bytes).concat();
                 body.resize(64, 0);
                 (0, body)
             }
             LOOKUP => (0, [words(&[2, 0, hour, hour, 0]), attributes(2)].concat()),
             GETATTR => (0, [words(&[hour, 0]), attributes(node)].concat()),
             OPEN => (0, words(&[1, 0])),
+            READ if answers_reads => {
+                std::thread::sleep(ANSWER_AFTER);
+                // The size follows the handle and the offset.
+                (0, vec![0; number(56) as usize])
+            }
             _ if UNANSWERED.contains(&opcode) => continue,
             _ if SUCCEED.contains(&opcode) => (0, Vec::new()),
             _ => (-libc::ENOSYS, Vec::new()),
