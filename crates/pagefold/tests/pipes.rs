@@ -1,12 +1,13 @@
 //! The daemon's outputs may block: a pipe that nobody reads, a journal that hangs, a disk that doesn't answer. Even
 //! then the daemon must answer requests, merge, and end in time.
 
+use pagefold_procmem::process::Process;
 use pagefold_testkit::*;
 use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::Command;
@@ -211,5 +212,90 @@ fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_las
     assert!(ended.errors.contains("audit.jsonl hangs, and its last "), "{ended:?}");
     let lines = lines();
     assert!(count(&lines, "begin") == 1 && count(&lines, "lost") == 0, "{lines:?}");
+    assert_all_restored(&ksm, programs);
+}
+
+/// The threads of a process that wait for a disk.
+fn blocked(pid: i32) -> Vec<String> {
+    let mut names = Vec::new();
+    for tid in tids(pid) {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm")).unwrap_or_default();
+        if Process::open(tid).and_then(|thread| thread.stat()).is_ok_and(|stat| stat.state == b'D') {
+            names.push(name.trim().to_owned());
+        }
+    }
+    names
+}
+
+/// Each of these files has a thread of its own. The learned one is written at the end, and every three minutes before.
+#[test]
+fn state_files_whose_disk_does_not_answer_delay_nothing() {
+    const WRITERS: [&str; 4] = ["history", "kept out", "metrics file", "sketches"];
+    const KEY: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(disk) = Disk::mount() else { return };
+    // The list of excluded processes always lies there.
+    let script = format!(
+        "mount -t tmpfs tmpfs /var/lib && mkdir /var/lib/pagefold && mount --bind {} /var/lib/pagefold",
+        disk.mount
+    );
+    output_of(disk.namespace.command("sh").args(["-c", &script]));
+    let programs = Programs::start(86);
+    let exe = ProgramCopy::unique();
+    let mut excluded = Holder::start_as(&exe, PAGES_PER_MIB);
+    let key = programs.config.beside("key");
+    std::fs::write(&key, KEY).unwrap();
+    std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
+    let on_disk = |name: &str| format!("{}/{name}", disk.mount);
+    let files = ["history", "learned.json", "pagefold.prom"].map(on_disk);
+    let options: [[&str; 2]; 8] = [
+        ["--exe", exe.name()],
+        ["--history", &files[0]],
+        ["--learned", &files[1]],
+        ["--metrics-file", &files[2]],
+        ["--metrics-interval", "1s"],
+        ["--sketches", &disk.mount],
+        ["--fleet-key", &key],
+        ["--fleet-host", "node"],
+    ];
+    let args = programs.args(options.as_flattened());
+    let daemon = Daemon::of(disk.namespace.command(program()).args(args)).answering();
+    succeed(&["exclude", "--pid", &excluded.pid().to_string()]);
+    let frozen = disk.freeze();
+    // The list grows by the child.
+    let child = excluded.fork();
+    let asked_in_time = || {
+        std::thread::sleep(Duration::from_millis(100));
+        let asked = Instant::now();
+        let status = status();
+        assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
+        status["rounds"].as_u64().unwrap()
+    };
+    wait_until("every writer waits for the disk", || {
+        asked_in_time();
+        let blocked = blocked(daemon.pid());
+        WRITERS.iter().all(|name| blocked.iter().any(|blocked| blocked == name))
+    });
+    assert_works();
+    let rounds = asked_in_time();
+    wait_until("cycles go on", || asked_in_time() > rounds + 5);
+    drop(frozen);
+    let path = |name: &str| format!("{}{}", disk.namespace.root().display(), on_disk(name));
+    wait_until("the files are written", || {
+        disk.read(&on_disk("kept-out.json")).contains(&child.to_string())
+            && ["pagefold.prom", "node.parquet"].iter().all(|name| Path::new(&path(name)).exists())
+    });
+
+    let frozen = disk.freeze();
+    let signalled = Instant::now();
+    daemon.signal(libc::SIGTERM);
+    wait_until("the summary is printed", || daemon.has_printed("pagefold.run/1"));
+    println!("the summary is printed {} ms after the signal", signalled.elapsed().as_millis());
+    assert!(signalled.elapsed() < END_MOST);
+    let blocked = blocked(daemon.pid());
+    assert!(blocked.iter().any(|name| name == "learned"), "{blocked:?}");
+    ksm.assert_knobs_restored();
+    drop(frozen);
+    daemon.end().summary();
     assert_all_restored(&ksm, programs);
 }
