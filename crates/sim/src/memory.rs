@@ -18,7 +18,7 @@ pub use page::{Backing, PageRef};
 pub(crate) use page::{ItemState, NONE, PageWrites, RmapItem};
 use pagefold_engine::host::{PageState, Span};
 use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
-use pagefold_engine::units::{EXTENT_PAGES, Pages, Vpn};
+use pagefold_engine::units::{EXTENT_PAGES, Vpn};
 pub use region::{Owner, Region};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -390,11 +390,6 @@ impl Memory {
             Backing::Merged => self.frames[frame].mapped,
             Backing::Forked => self.shares[frame],
         }
-    }
-
-    /// How many of a region's pages are merged with others than zeros.
-    pub(crate) fn merged_in(&self, region: &Region) -> Pages {
-        Pages(region.backing.iter().filter(|&&backing| backing == Backing::Merged).count() as u64)
     }
 
     /// Whether the page shares its frame with a process related by fork.

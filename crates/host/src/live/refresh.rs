@@ -192,6 +192,7 @@ impl LiveHost {
         self.forget_kept_out(now_ns);
         self.add_targets(now_ns)?;
         let mut changed = self.refresh_targets(now_ns);
+        self.discovery.has_listed_all |= self.are_listed(now_ns);
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
         if !self.schedule.is_behind && self.discovery.new_processes.has_examined_all() {
             self.schedule.next_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.schedule.interval_ns);
@@ -364,7 +365,6 @@ impl LiveHost {
             }
         }
         self.schedule.are_all_checked |= self.are_checked(now_ns);
-        self.discovery.has_listed_all |= self.are_listed(now_ns);
         for (pid, why) in left_alone {
             self.report_left_alone(pid, why);
         }

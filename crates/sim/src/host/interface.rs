@@ -40,7 +40,7 @@ impl SimHost {
         let pages = Pages(u64::from(region.len()));
         let marked = Pages(region.marks.pages());
         let on_request = self.knobs.mechanism == Mechanism::Request;
-        let merged_somewhere = if self.knobs.shows_lone { Pages(0) } else { self.memory.merged_in(region) };
+        let merged_somewhere = if self.knobs.shows_lone { Pages(0) } else { region.merged() };
         let (counted_ns, mut resident, _) = self.residents.get(&key).copied().unwrap_or_default();
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
             let mut there = 0;

@@ -4,7 +4,7 @@ use super::marks::Marks;
 use super::nodes::ProcessNuma;
 use super::page::{Backing, ItemState, NONE, PageWrites, RmapItem};
 use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey};
-use pagefold_engine::units::{EXTENT_PAGES, Vpn};
+use pagefold_engine::units::{EXTENT_PAGES, Pages, Vpn};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -46,6 +46,15 @@ pub struct Region {
 }
 
 impl Region {
+    /// How many pages are merged with others than zeros.
+    pub(crate) fn merged(&self) -> Pages {
+        let mut merged = Pages(0);
+        for backing in &self.backing {
+            merged += Pages(u64::from(*backing == Backing::Merged));
+        }
+        merged
+    }
+
     #[allow(clippy::len_without_is_empty, reason = "a region may be empty, and nobody asks")]
     pub fn len(&self) -> u32 {
         u32::try_from(self.content.len()).expect("checked by Memory::map")
