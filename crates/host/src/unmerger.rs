@@ -7,7 +7,7 @@
 
 use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
-use pagefold_inject::{InjectError, Injector, InjectorHandle};
+use pagefold_inject::{Injector, InjectorHandle};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::abandonable::Job;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ const TICK: Duration = Duration::from_millis(5);
 /// How long the injector may take for one call. It may be busy with a process whose mmap lock is held.
 const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long processes wait for their user's or cgroup's part of the injector's time while we finish none of them, and
+/// How long processes wait for their user's or cgroup's part of the injector's time while we unmerge none of them, and
 /// the time between two attempts.
 const SHARE_LIMIT: Duration = Duration::from_secs(10);
-const SHARE_PAUSE: Duration = Duration::from_millis(250);
+const SHARE_PAUSE: Duration = Duration::from_secs(1);
 
 /// The result of unmerging a process.
 #[derive(Clone, Debug)]
@@ -121,12 +121,14 @@ impl Unmerger {
     /// Ends an attempt. Returns the process unless it has to wait.
     fn end(&mut self, mut process: UnmergedProcess, attempt: Attempt) -> Option<UnmergedProcess> {
         let Attempt { info, done, ran } = attempt;
+        let must_wait = ran.as_ref().is_err_and(UnmergeError::must_wait);
         process.done = done;
-        if ran.as_ref().is_err_and(UnmergeError::must_wait) {
+        let process = process.over(ran);
+        if must_wait {
             self.waiting.push((process, info));
             return None;
         }
-        Some(process.over(ran))
+        Some(process)
     }
 
     /// Waits for the processes that we haven't finished. Then tries those again that have to wait.
@@ -140,14 +142,12 @@ impl Unmerger {
                 over.extend(self.attempt(process, info));
             }
             over.extend(self.finish_late());
-            if over.len() > before {
+            // Processes that hold us up and fail prolong nothing.
+            if over[before..].iter().any(|process| process.failure.is_none()) {
                 since = Instant::now();
             }
         }
-        for (process, _) in self.waiting.drain(..) {
-            let pid = process.pid;
-            over.push(process.over(Err(InjectError::OthersStalled { pid }.into())));
-        }
+        over.extend(self.waiting.drain(..).map(|(process, _)| process));
         over
     }
 
