@@ -445,7 +445,8 @@ impl Relatives {
 /// Whether the pages of a region that processes outside its family map, too, were merged with theirs by an earlier run,
 /// rather than shared through fork. Where the kernel doesn't show which pages are merged, it still shows how many.
 fn looks_merged_with_others(region: &Region) -> bool {
-    2 * region.view.merged_somewhere.0 >= region.usage.outside.len().0.max(1)
+    let merged = region.view.merged_somewhere;
+    merged > Pages(0) && 2 * merged.0 >= region.usage.outside.len().0
 }
 
 /// What a page is a copy of: its frame's number. KSM keeps several frames of a content that more than

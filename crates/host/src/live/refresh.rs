@@ -384,11 +384,9 @@ impl LiveHost {
     /// Whether we've listed the regions of the processes that were in scope at the start, or have waited long enough.
     /// For some we have to ask first whether they're dumpable.
     fn are_listed(&self, now_ns: u64) -> bool {
-        let is_listed = |target: &Target| {
-            target.appeared_ns.is_some()
-                || target.image().is_some() && target.exclusion != Some(Exclusion::DumpableUnknown)
-        };
-        now_ns >= FIRST_CHECKS_NS || self.discovery.is_complete && self.targets.values().all(is_listed)
+        let must_be_asked =
+            |target: &Target| target.appeared_ns.is_none() && target.exclusion == Some(Exclusion::DumpableUnknown);
+        now_ns >= FIRST_CHECKS_NS || self.are_checked(now_ns) && !self.targets.values().any(must_be_asked)
     }
 
     /// Removes a target whose process has ended.
