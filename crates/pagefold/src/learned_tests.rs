@@ -6,7 +6,7 @@ use pagefold_engine::learned::{LearnedFamily, LearnedRegion};
 use pagefold_engine::region::LeaveAlone;
 use pagefold_engine::sampling::estimate::Tally;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
-use pagefold_testkit::{Disk, wait_until};
+use pagefold_testkit::{Disk, blocked_threads, wait_until};
 use proptest::prelude::*;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -150,22 +150,16 @@ fn a_disk_that_does_not_answer_delays_no_cycle() {
     let start = || LearnedWriter::start_thread(LearnedFile::open(path.as_ref()).unwrap()).unwrap();
     let mut writer = disk.namespace.run(start);
     let engine = Engine::new(Config::default());
+    let own_pid = i32::try_from(std::process::id()).unwrap();
     let frozen = disk.freeze();
     for round in 1..=4 {
         writer.last = learned();
         let began = Instant::now();
         writer.keep(&engine, round * INTERVAL_NS);
         assert!(began.elapsed() < Duration::from_millis(250), "{:?}", began.elapsed());
-        wait_until("the thread waits for the disk", has_blocked_writer);
+        wait_until("the thread waits for the disk", || blocked_threads(own_pid).contains(&"learned".to_owned()));
     }
     drop(frozen);
     drop(writer);
     assert!(disk.read(&path).contains(SCHEMA));
-}
-
-fn has_blocked_writer() -> bool {
-    fs::read_dir("/proc/self/task").unwrap().any(|task| {
-        let stat = fs::read_to_string(task.unwrap().path().join("stat")).unwrap_or_default();
-        stat.contains("(learned) D")
-    })
 }

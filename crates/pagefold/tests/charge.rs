@@ -196,6 +196,9 @@ fn guests_share_the_headroom_of_their_slice() {
     settle(&programs);
     let saved = before.saturating_sub(charged(&programs)) / MIB;
     println!("{saved} of {} MiB saved", 2 * EACH);
+    // With ksmd, the container may come to map everything that the slice keeps.
+    let least_percent = if is_on_request() { 90 } else { 20 };
+    assert!(saved * 100 >= 2 * EACH * least_percent, "{saved} MiB");
     for first in [2, 0, 1] {
         programs[first].write(2);
         assert!(programs.iter().all(|program| program.cgroup.kills() == 0));

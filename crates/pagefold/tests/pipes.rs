@@ -1,7 +1,6 @@
 //! The daemon's outputs may block: a pipe that nobody reads, a journal that hangs, a disk that doesn't answer. Even
 //! then the daemon must answer requests, merge, and end in time.
 
-use pagefold_procmem::process::Process;
 use pagefold_testkit::*;
 use serde_json::Value;
 use std::fs::File;
@@ -183,6 +182,16 @@ fn a_summary_that_nobody_reads_does_not_delay_the_end() {
     assert!(ended.errors.contains("cannot print the summary: nobody reads standard output"), "{ended:?}");
 }
 
+/// Asks a daemon to end while its disk doesn't answer. It has to print its summary in time.
+#[track_caller]
+fn assert_ends_in_time(daemon: &Daemon) {
+    let signalled = Instant::now();
+    daemon.signal(libc::SIGTERM);
+    wait_until("the summary is printed", || daemon.has_printed("pagefold.run/1"));
+    println!("the summary is printed {} ms after the signal", signalled.elapsed().as_millis());
+    assert!(signalled.elapsed() < END_MOST);
+}
+
 #[test]
 fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_last_lines() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -200,11 +209,7 @@ fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_las
     assert_eq!(status()["audit_lost"], 0);
 
     let frozen = disk.freeze();
-    let signalled = Instant::now();
-    daemon.signal(libc::SIGTERM);
-    wait_until("the summary is printed", || daemon.has_printed("pagefold.run/1"));
-    println!("the summary is printed {} ms after the signal", signalled.elapsed().as_millis());
-    assert!(signalled.elapsed() < END_MOST);
+    assert_ends_in_time(&daemon);
     ksm.assert_knobs_restored();
     drop(frozen);
     let ended = daemon.end();
@@ -213,18 +218,6 @@ fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_las
     let lines = lines();
     assert!(count(&lines, "begin") == 1 && count(&lines, "lost") == 0, "{lines:?}");
     assert_all_restored(&ksm, programs);
-}
-
-/// The threads of a process that wait for a disk.
-fn blocked(pid: i32) -> Vec<String> {
-    let mut names = Vec::new();
-    for tid in tids(pid) {
-        let name = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm")).unwrap_or_default();
-        if Process::open(tid).and_then(|thread| thread.stat()).is_ok_and(|stat| stat.state == b'D') {
-            names.push(name.trim().to_owned());
-        }
-    }
-    names
 }
 
 /// Each of these files has a thread of its own. The learned one is written at the end, and every three minutes before.
@@ -273,7 +266,7 @@ fn state_files_whose_disk_does_not_answer_delay_nothing() {
     };
     wait_until("every writer waits for the disk", || {
         asked_in_time();
-        let blocked = blocked(daemon.pid());
+        let blocked = blocked_threads(daemon.pid());
         WRITERS.iter().all(|name| blocked.iter().any(|blocked| blocked == name))
     });
     assert_works();
@@ -287,12 +280,8 @@ fn state_files_whose_disk_does_not_answer_delay_nothing() {
     });
 
     let frozen = disk.freeze();
-    let signalled = Instant::now();
-    daemon.signal(libc::SIGTERM);
-    wait_until("the summary is printed", || daemon.has_printed("pagefold.run/1"));
-    println!("the summary is printed {} ms after the signal", signalled.elapsed().as_millis());
-    assert!(signalled.elapsed() < END_MOST);
-    let blocked = blocked(daemon.pid());
+    assert_ends_in_time(&daemon);
+    let blocked = blocked_threads(daemon.pid());
     assert!(blocked.iter().any(|name| name == "learned"), "{blocked:?}");
     ksm.assert_knobs_restored();
     drop(frozen);

@@ -32,7 +32,7 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
     }
     let pids_of = |holders: &[Holder]| holders.iter().map(Holder::pid).collect::<Vec<_>>();
     let pids = [pids_of(&zeros), pids_of(&mostly), pids_of(&copies)].concat();
-    let daemon = Daemon::on(&pids, &["--only", "zeros", "--governor", "full", "--mechanism", mechanism()]);
+    let daemon = Daemon::on(&pids, &["--only", "zeros", "--governor", "full", "--mechanism", "ksmd"]);
     wait_until("zeros are merged", || {
         let of = |pid: i32, pages: u64| merged(pid).0 >= pages / 100 * 95;
         pids[..2].iter().all(|&pid| of(pid, PAGES)) && pids[2..4].iter().all(|&pid| of(pid, PAGES / 4 * 3))

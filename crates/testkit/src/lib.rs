@@ -57,9 +57,9 @@ pub use pagefold::{
 };
 pub use pagefold_programs::child::OwnedChild;
 pub use process::{
-    Forked, Marks, Script, Sleeper, Tracer, are_merged, as_other_user, assert_unmarked, can_read_pages, exists,
-    has_huge_pages, has_kernel_threads, has_merge_any, held, is_root, kib, marks, send, state, status_field, tids,
-    vmstat, wait_until, wait_until_merged, wait_until_unmarked, zombie,
+    Forked, Marks, Script, Sleeper, Tracer, are_merged, as_other_user, assert_unmarked, blocked_threads,
+    can_read_pages, exists, has_huge_pages, has_kernel_threads, has_merge_any, held, is_root, kib, marks, send, state,
+    status_field, tids, vmstat, wait_until, wait_until_merged, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

@@ -68,6 +68,18 @@ pub fn tids(pid: i32) -> Vec<i32> {
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
 }
 
+/// The names of a process's threads that wait uninterruptibly, as for a disk.
+pub fn blocked_threads(pid: i32) -> Vec<String> {
+    let mut names = Vec::new();
+    for tid in tids(pid) {
+        let name = fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm")).unwrap_or_default();
+        if Process::open(tid).and_then(|thread| thread.stat()).is_ok_and(|stat| stat.state == b'D') {
+            names.push(name.trim().to_owned());
+        }
+    }
+    names
+}
+
 /// A field of the file `status` in the directory of a process or thread.
 pub fn status_field(dir: &str, name: &str) -> Option<String> {
     let status = fs::read(format!("{dir}/status")).ok()?;

@@ -140,7 +140,7 @@ fn heaps_that_are_left_alone_are_not_promised() {
     for server in &mut locked {
         server.ask(&format!("lock 0 {}", server.pages));
     }
-    let mut pids: Vec<i32> = services.iter().map(Script::pid).collect();
+    let mut pids = pids_of_scripts(&services);
     pids.extend(pids_of(&locked));
     let report = scan(&pids);
     assert!(savable_mib(&report) <= HEAP_MIB / 2, "scan promises {} MiB", savable_mib(&report));
