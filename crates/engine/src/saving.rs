@@ -61,10 +61,9 @@ const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 60_000_000_000;
 /// While we're reading, we pause at least this long, nanoseconds.
 const READING_PAUSE_NS: u64 = 10_000_000_000;
-/// Once merging has ended, we count after this time, nanoseconds.
-const SETTLED_NS: u64 = 1_000_000_000;
 /// Once so much of the saving has ended, pages, or one part in so many, we count early: counting may take this many
-/// times its share. If we can't tell how much has ended, we don't know the saving until then.
+/// times its share. If we can't tell how much has ended, we don't know the saving until then. We also count early once
+/// we've merged, if KSM's figure says that it was as much.
 const ENDED_MIN: f64 = 16.0;
 const ENDED_PART: f64 = 100.0;
 const EARLY_SHARES: u64 = 8;
@@ -148,6 +147,15 @@ struct Ended {
     doubtful: f64,
     /// How many processes have ended or left the scope.
     processes: u32,
+}
+
+/// What we're doing besides counting.
+#[derive(Clone, Copy, Debug)]
+pub struct Activity {
+    /// Whether we're reading, marking, merging or moving.
+    pub busy: bool,
+    /// Whether we're reading regions whole.
+    pub reading: bool,
 }
 
 /// Counts the saving now and then.
@@ -254,27 +262,13 @@ impl SavingCounter {
         self.has_changed = true;
     }
 
-    /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly while we're merging
-    /// (`busy`), once just after, and once merges have ended. They're rarer while nothing changes. A count takes some
-    /// milliseconds, so while we're `reading` there's at least [`READING_PAUSE_NS`] between two.
-    pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
+    /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly once merging has ended
+    /// or merges have. They're rarer while nothing changes.
+    pub fn plan(&mut self, table: &RegionTable, now_ns: u64, activity: Activity, machine: Pages) -> Vec<PageRun> {
         self.asking = None;
-        self.has_settled |= self.was_busy && !busy;
-        self.was_busy = busy;
-        let pause_ns = if self.has_settled {
-            self.pause_ns.min(SETTLED_NS)
-        } else if busy || self.has_changed {
-            self.pause_ns
-        } else {
-            (4 * self.pause_ns).min(PAUSE_MOST_NS)
-        };
-        let pause_ns = if self.is_much(self.ended.pages + self.ended.doubtful) {
-            (self.pause_ns / EARLY_SHARES).max(PAUSE_NS)
-        } else if reading {
-            pause_ns.max(READING_PAUSE_NS)
-        } else {
-            pause_ns
-        };
+        self.has_settled |= self.was_busy && !activity.busy;
+        self.was_busy = activity.busy;
+        let pause_ns = self.pause_ns(activity, machine);
         if self.tried_ns.is_some_and(|tried_ns| now_ns < tried_ns + pause_ns) {
             return Vec::new();
         }
@@ -313,6 +307,20 @@ impl SavingCounter {
         }
         self.asking = Some(asked);
         runs
+    }
+
+    /// How long to pause after the last count. A count takes some milliseconds, so while we're reading we pause for at
+    /// least [`READING_PAUSE_NS`].
+    fn pause_ns(&self, activity: Activity, machine: Pages) -> u64 {
+        let counted = self.latest().map_or(Pages(0), |saving| saving.machine);
+        let has_merged = self.has_settled && self.is_much(machine.0.abs_diff(counted.0) as f64);
+        let early_ns = (self.pause_ns / EARLY_SHARES).max(PAUSE_NS);
+        if self.is_much(self.ended.pages + self.ended.doubtful) || has_merged && !activity.reading {
+            return early_ns;
+        }
+        let is_quiet = !activity.busy && !self.has_settled && !self.has_changed;
+        let pause_ns = if is_quiet { (4 * self.pause_ns).min(PAUSE_MOST_NS) } else { self.pause_ns };
+        if activity.reading { pause_ns.max(READING_PAUSE_NS) } else { pause_ns }
     }
 
     /// The next pages to look up in a range, in runs of `length`. The choice only depends on that and on the addresses, so
@@ -526,6 +534,10 @@ mod tests {
     use crate::keys::{NodeKey, RegionKey};
     use crate::region::{PageSet, Region, test_view};
 
+    const IDLE: Activity = Activity { busy: false, reading: false };
+    const BUSY: Activity = Activity { busy: true, reading: false };
+    const READING: Activity = Activity { busy: true, reading: true };
+
     /// Processes with one region each, all of it marked, by their lineages.
     fn table(lineages: &[u64], pages: u64) -> RegionTable {
         let mut views = Vec::new();
@@ -544,7 +556,7 @@ mod tests {
 
     fn count_at(table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
         let mut counter = SavingCounter::default();
-        counter.plan(table, 1, false, false);
+        counter.plan(table, 1, IDLE, Pages(0));
         counter.record(table, merged, Some(zeros), Pages(0), 1);
         counter.latest().unwrap().clone()
     }
@@ -670,7 +682,7 @@ mod tests {
         let pages = 10 * PAGES_MOST;
         let table = table(&[1, 1, 2, 3], pages);
         let mut counter = SavingCounter::default();
-        let runs = counter.plan(&table, 1, false, false);
+        let runs = counter.plan(&table, 1, IDLE, Pages(0));
         let asked: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
         assert!((PAGES_MOST * 9 / 10..=PAGES_MOST * 11 / 10).contains(&asked), "{asked}");
         let of = |key| runs.iter().filter(move |run| run.region == RegionKey(key)).map(|run| run.first);
@@ -688,8 +700,8 @@ mod tests {
         let saved = counter.latest().unwrap().saved.0 as f64;
         let truth = (pages * 3 / 4 * 2) as f64;
         assert!((saved / truth - 1.0).abs() < 0.02, "{saved} of {truth}");
-        assert!(counter.plan(&table, 2, false, false).is_empty(), "not twice at once");
-        assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, false, false).is_empty());
+        assert!(counter.plan(&table, 2, IDLE, Pages(0)).is_empty(), "not twice at once");
+        assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, IDLE, Pages(0)).is_empty());
     }
 
     /// A terabyte is marked, of which 16 GiB are present: all in the first 16 GiB.
@@ -701,7 +713,7 @@ mod tests {
         let views = [guest, giant].map(|view| RegionView { marked: view.pages, ..view });
         table.update(&views, 5, |view| Region::new(view, 0, false, 5));
         let mut counter = SavingCounter::default();
-        counter.plan(&table, 1, false, false);
+        counter.plan(&table, 1, IDLE, Pages(0));
         assert!(counter.one_in <= 1_200, "{} before we've sampled the giant", counter.one_in);
         for region in table.iter_mut() {
             for _ in 0..32 {
@@ -710,7 +722,7 @@ mod tests {
             region.survey.has_present = region.view.key == guest.key || region.view.first < Vpn(1 << 22);
         }
         counter.count_now();
-        let runs = counter.plan(&table, 2, false, false);
+        let runs = counter.plan(&table, 2, IDLE, Pages(0));
         assert!(counter.one_in <= 300, "{}", counter.one_in);
         assert!(runs.iter().all(|run| run.region == guest.key || run.first < Vpn(1 << 22)));
         let asked: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -733,7 +745,7 @@ mod tests {
         let mut seen = 0;
         for time in 0..9 {
             counter.count_now();
-            let runs = counter.plan(&table, time, false, false);
+            let runs = counter.plan(&table, time, IDLE, Pages(0));
             assert_eq!(counter.one_in, 9);
             assert!(runs.len() < 10_000 && counter.asking.unwrap() <= ADDRESSES_MOST);
             seen += runs.iter().filter(|run| run.region.0 > 2 && run.first.0 % (1 << 27) == 0).count();
@@ -753,18 +765,33 @@ mod tests {
     fn the_last_count_of_a_run_waits_for_nothing() {
         let table = table(&[1, 2], 100);
         let mut counter = SavingCounter::default();
-        assert!(!counter.plan(&table, 1, true, true).is_empty(), "the first one doesn't wait either");
+        assert!(!counter.plan(&table, 1, READING, Pages(0)).is_empty(), "the first one doesn't wait either");
         counter.record(&table, &[], Some(&Counted::default()), Pages(0), 1);
-        assert!(counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty(), "reading goes first");
+        assert!(counter.plan(&table, 2 + PAUSE_NS, READING, Pages(0)).is_empty(), "reading goes first");
         counter.count_now();
-        assert!(!counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty());
+        assert!(!counter.plan(&table, 2 + PAUSE_NS, READING, Pages(0)).is_empty());
+    }
+
+    #[test]
+    fn what_merges_now_and_then_is_not_counted_each_time() {
+        const COUNTED: Pages = Pages(10_000);
+        let table = table(&[1, 2], 10_000);
+        let merged: Vec<_> = (0..10_000).map(|page| sample(1, Vpn(1_000 + page), page, 2)).collect();
+        let mut counter = SavingCounter::default();
+        counter.plan(&table, 1, IDLE, COUNTED);
+        counter.record(&table, &merged, Some(&Counted::default()), COUNTED, 1);
+        let early_ns = 2 + counter.pause_ns / EARLY_SHARES;
+        assert!(early_ns > 1_000_000_000, "{early_ns}");
+        assert!(counter.plan(&table, 2, BUSY, COUNTED + Pages(20)).is_empty());
+        assert!(counter.plan(&table, early_ns, IDLE, COUNTED + Pages(20)).is_empty(), "few have merged");
+        assert!(!counter.plan(&table, early_ns, IDLE, COUNTED + Pages(200)).is_empty());
     }
 
     #[test]
     fn a_host_that_could_not_tell_leaves_the_last_count() {
         let table = table(&[1, 2], 100);
         let mut counter = SavingCounter::default();
-        counter.plan(&table, 1, false, false);
+        counter.plan(&table, 1, IDLE, Pages(0));
         counter.record(&table, &[], None, Pages(0), 1);
         assert_eq!(counter.latest(), None);
     }

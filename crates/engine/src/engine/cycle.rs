@@ -12,6 +12,7 @@ use crate::host::{Actions, Counted, Host, Move, Outcome, PageRun, SamplePlan, Sa
 use crate::keys::RegionKey;
 use crate::region::{Event, Region};
 use crate::sampling::ladder::ReadPlan;
+use crate::saving::Activity;
 use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -264,8 +265,8 @@ impl Engine {
         if !self.snapshot.shows_frames || self.snapshot.is_starting || self.is_nothing_merged() {
             return Vec::new();
         }
-        let is_busy = self.is_busy();
-        self.saving.plan(&self.table, self.snapshot.now_ns, is_busy, self.plan.reading.foreground)
+        let activity = Activity { busy: self.is_busy(), reading: self.plan.reading.foreground };
+        self.saving.plan(&self.table, self.snapshot.now_ns, activity, self.snapshot.ksm.saved())
     }
 
     fn record_reading(&mut self, samples: &Samples) {
