@@ -77,22 +77,25 @@ impl Tally {
     }
 }
 
+/// So many bisections find the number of copies to within 0.01 %.
+const BISECTIONS: u32 = 18;
+
 /// `1 - (1-f)^k` for the `k` at which we see `copies_per_found` copies on average of a page found to be a duplicate.
 ///
 /// `k f / (1 - (1-f)^k)` grows from 1 at `k = 1` without bound, so bisection finds `k`.
 fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
+    if copies_per_found <= 1.0 {
+        return fraction;
+    }
+    let log_missed = (-fraction).ln_1p();
+    let chance = |copies: f64| -(copies * log_missed).exp_m1();
     let mut low = 1.0_f64;
     let mut high = 64.0 / fraction;
-    for _ in 0..50 {
+    for _ in 0..BISECTIONS {
         let k = (low * high).sqrt();
-        if k * fraction / chance(fraction, k) < copies_per_found { low = k } else { high = k }
+        if k * fraction / chance(k) < copies_per_found { low = k } else { high = k }
     }
-    chance(fraction, low).max(fraction)
-}
-
-/// The chance to find a page with `copies` copies.
-fn chance(fraction: f64, copies: f64) -> f64 {
-    1.0 - (1.0 - fraction).powf(copies)
+    chance(low).max(fraction)
 }
 
 /// How many samples a region of `pages` pages needs until we see about `evidence` copies. We assume that the share
