@@ -73,6 +73,10 @@ impl Decided {
             (Verb::Read | Verb::Mark, Verb::Sample) => panic!("{said}"),
             _ => {}
         }
+        // What ends is over then: it's replaced, or put off with a new end.
+        if is_over {
+            assert!(!then.is_like(decision) || then.until_ns != decision.until_ns, "{said}");
+        }
     }
 
     /// Checks the decision's time: it stays as long as verb and reason do. If the decision replaced the `old` one at
