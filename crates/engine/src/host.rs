@@ -31,7 +31,7 @@ pub trait Host {
     /// have ended or can't be read any more.
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Self::Error>;
 
-    /// Marks and unmarks spans and gives ksmd its order. Must not wait for ksmd.
+    /// Marks, unmarks, merges and moves memory, and gives ksmd its order. Must not wait for ksmd.
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Self::Error>;
 
     /// Waits for `ns` nanoseconds, or less if there's a reason to return early.
@@ -627,6 +627,8 @@ pub enum Marking {
     /// The call marked or unmarked this many pages of address space: fewer than the span has if mappings had
     /// changed.
     Done(Pages),
+    /// The host had no time left for the target. The next attempt comes in the next cycle.
+    Untried,
     /// The host couldn't stop the target. A later attempt may succeed.
     Busy,
     /// The change would split mappings, and the target is close to `vm.max_map_count`. A later attempt may succeed.

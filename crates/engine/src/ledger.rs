@@ -155,7 +155,7 @@ impl Ledger {
                     self.spans += 1;
                 }
                 Marking::Refused => self.refused += 1,
-                Marking::Busy | Marking::NoMappings => {}
+                Marking::Untried | Marking::Busy | Marking::NoMappings => {}
             }
         }
         outcome.merges.iter().for_each(|result| self.requests.add(result));

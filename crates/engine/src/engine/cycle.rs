@@ -7,8 +7,9 @@
 //! The host observes, reads and applies. We plan what to read, judge the samples, and account for the work.
 
 use super::Engine;
+use super::pacing::OBSERVE_NS;
 use crate::governor::{Governor, share_ns};
-use crate::host::{Actions, Counted, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use crate::host::{Actions, Counted, Host, Marking, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
 use crate::keys::RegionKey;
 use crate::region::{Event, Region};
 use crate::sampling::ladder::ReadPlan;
@@ -165,6 +166,9 @@ impl Engine {
         self.ksmd.marker.record_marked(&mut self.table, now_ns, outcome, &mut self.ksmd.scheduler);
         self.ksmd.marker.unmarking.record(&self.table, now_ns, outcome);
         self.decide_all();
+        if outcome.marked.iter().any(|result| result.marking == Marking::Untried) {
+            return self.wait_ns().min(OBSERVE_NS);
+        }
         self.wait_ns()
     }
 

@@ -8,7 +8,7 @@ use crate::limits::Allowance;
 use crate::sampling::ladder::matures_ns;
 
 /// While ksmd works, we observe the host at most this often, nanoseconds.
-const OBSERVE_NS: u64 = 50_000_000;
+pub(super) const OBSERVE_NS: u64 = 50_000_000;
 /// Watching ksmd may take one part in this many of the CPU time that the governor grants.
 const OBSERVE_PART: u64 = 10;
 /// We assume an observation costs this much until we've measured one, nanoseconds.
@@ -131,20 +131,24 @@ impl Engine {
         if self.is_merging() || self.placer.is_busy() || self.room.relief.is_busy() || is_unmarking {
             return observe_ns.min(round_ns.max(OBSERVE_NS));
         }
-        round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
+        round_ns.min(self.is_due_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
     }
 
-    /// Time until the next region is old enough to be read whole, nanoseconds. Only regions that appeared during the
-    /// run count.
-    fn matures_in_ns(&self, pace: Pace) -> u64 {
+    /// Time until the next region is old enough to be read whole, or until we may try again to mark one, nanoseconds.
+    /// Only regions that appeared during the run become old enough.
+    fn is_due_in_ns(&self, pace: Pace) -> u64 {
         let now_ns = self.snapshot.now_ns;
         let mut soonest_ns = u64::MAX;
         for region in self.table.iter() {
-            if region.age.appeared() && region.life.is_surveyed() {
-                let at_ns = matures_ns(region, pace, &self.config);
-                if at_ns > now_ns {
-                    soonest_ns = soonest_ns.min(at_ns - now_ns);
-                }
+            let at_ns = if region.life.is_worth_marking() {
+                region.hold.retry_ns
+            } else if region.age.appeared() && region.life.is_surveyed() {
+                matures_ns(region, pace, &self.config)
+            } else {
+                continue;
+            };
+            if at_ns > now_ns {
+                soonest_ns = soonest_ns.min(at_ns - now_ns);
             }
         }
         soonest_ns

@@ -467,11 +467,15 @@ impl Marker {
                         self.expected += wave.duplicate;
                     }
                 }
-                Marking::Busy | Marking::NoMappings => {
+                Marking::Untried | Marking::Busy | Marking::NoMappings => {
                     region.marks.remove(span.first, span.pages);
                     region.life.advance(Event::Reopen);
                     region.hold.lacks_mappings = *marking == Marking::NoMappings;
-                    let pause_ns = if region.hold.lacks_mappings { MAPPINGS_AGAIN_NS } else { RETRY_NS };
+                    let pause_ns = match marking {
+                        Marking::NoMappings => MAPPINGS_AGAIN_NS,
+                        Marking::Busy => RETRY_NS,
+                        _ => 0,
+                    };
                     region.hold.retry_ns = now_ns + pause_ns;
                 }
                 Marking::Refused => {
@@ -566,7 +570,7 @@ fn new_spans(region: &mut Region, room: usize, budget: &mut Budget, config: &Con
     let mut spans = region.spans(config, judgement.density, room);
     fit(&mut spans, region, budget, config);
     spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
-    // Marks that no new span covers remain, so they count, too.
+    // Marks that no new span covers stay, so they use up room as well.
     let kept = region.marks.spans.iter().filter(|mark| !spans.iter().any(|span| covers(span, mark))).count();
     spans.truncate(room.saturating_sub(kept));
     spans
@@ -781,6 +785,20 @@ mod tests {
         marker.record_marked(&mut table, S, &outcome, &mut ScanScheduler::default());
         assert!(region(&mut table).hold.lacks_mappings);
         assert_eq!([300, 301].map(|at| ready_spans(&marker, &mut table, at * S, &config)), [0, 1]);
+    }
+
+    #[test]
+    fn only_a_busy_target_waits_for_the_next_attempt() {
+        for (marking, ready) in [(Marking::Untried, [1, 1]), (Marking::Busy, [0, 1])] {
+            let (mut marker, mut table, config) = (Marker::default(), written(SMALL, &[]), Config::default());
+            judge(region(&mut table));
+            let span = Span { region: RegionKey(1), first: Vpn(100), pages: SMALL };
+            let change = Change { span, why: Why::MemoryShort };
+            let outcome = Outcome { marked: vec![ChangeResult { change, marking }], ..Outcome::default() };
+            marker.record_marked(&mut table, S, &outcome, &mut ScanScheduler::default());
+            let at = [S, S + RETRY_NS];
+            assert_eq!(at.map(|now_ns| ready_spans(&marker, &mut table, now_ns, &config)), ready, "{marking:?}");
+        }
     }
 
     #[test]

@@ -155,7 +155,7 @@ impl Changes<'_> {
         let marking = &mut self.results[part.change];
         *marking = match marking {
             Marking::Done(done) => Marking::Done(*done + part.pages),
-            Marking::Busy | Marking::NoMappings | Marking::Refused => Marking::Done(part.pages),
+            _ => Marking::Done(part.pages),
         };
     }
 
@@ -212,7 +212,7 @@ impl LiveHost {
         for (pid, wanted) in by_pid {
             let Some(origin) = self.targets.get(&pid).map(|target| target.origin) else { continue };
             if pass.is_over() {
-                all.set(wanted, Marking::Busy);
+                all.set(wanted, if mark { Marking::Untried } else { Marking::Busy });
                 continue;
             }
             self.change_process(pid, &wanted, &mut all, outcome);
@@ -292,8 +292,8 @@ impl LiveHost {
             || self.forks.domains().any(|domain| domain != merged)
     }
 
-    /// Checks a process again just before we mark it. Returns whether it still runs the program that we judged, and
-    /// isn't excluded.
+    /// Checks a process again just before we mark it. Returns true only if nothing about it has changed, we may read
+    /// it, and no marks wait to be removed.
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let mut judge = Judge::new(&mut self.rules, &self.history);

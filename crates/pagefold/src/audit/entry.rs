@@ -201,7 +201,7 @@ impl From<Marking> for Outcome {
     fn from(marking: Marking) -> Self {
         match marking {
             Marking::Done(pages) => Self { outcome: "done", done_bytes: pages.bytes().0 },
-            Marking::Busy | Marking::NoMappings => Self { outcome: "busy", done_bytes: 0 },
+            Marking::Untried | Marking::Busy | Marking::NoMappings => Self { outcome: "busy", done_bytes: 0 },
             Marking::Refused => Self { outcome: "refused", done_bytes: 0 },
         }
     }
