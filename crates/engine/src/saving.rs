@@ -119,10 +119,6 @@ impl Saving {
         Pages(whole(self.part(owner).zeros.round()))
     }
 
-    fn part_mut(&mut self, owner: OwnerKey) -> &mut Part {
-        self.parts.entry(owner).or_default()
-    }
-
     fn part(&self, owner: OwnerKey) -> Part {
         self.parts.get(&owner).copied().unwrap_or_default()
     }
@@ -358,7 +354,35 @@ impl SavingCounter {
         let cost_ns = asked * PAGE_NS + merged_ns + count(zeros) * PROCESS_NS;
         self.pause_ns = (cost_ns * SHARE).clamp(PAUSE_NS, PAUSE_MOST_NS);
         let Some(counted) = counted else { return };
-        let mut saving = Saving { counted_ns: now_ns, machine, one_in: self.one_in, ..Saving::default() };
+        let mut sum = Sum { weight: self.one_in as f64, ..Sum::default() };
+        sum.count_frames(table, merged, counted);
+        sum.count_zeros(table, counted);
+        self.adopt(Saving {
+            saved: Pages(whole(sum.saved.round())),
+            merged: Pages(whole(sum.merged)),
+            returns_at_worst: Pages(whole(sum.returns.round())),
+            counted_ns: now_ns,
+            machine,
+            one_in: self.one_in,
+            parts: sum.parts,
+        });
+    }
+}
+
+/// A count of the saving, pages.
+#[derive(Debug, Default)]
+struct Sum {
+    /// How many pages each looked-up page stands for.
+    weight: f64,
+    saved: f64,
+    merged: f64,
+    returns: f64,
+    parts: FxHashMap<OwnerKey, Part>,
+}
+
+impl Sum {
+    /// Adds the merged pages that aren't zeros.
+    fn count_frames(&mut self, table: &RegionTable, merged: &[MergedSample], counted: &Counted) {
         let mut families: FxHashMap<(LineageKey, Vpn, u64), Relatives> = FxHashMap::default();
         let mut last = None;
         for sample in merged {
@@ -367,25 +391,26 @@ impl SavingCounter {
             families.entry((region.view.lineage, sample.page, copy_of(sample))).or_default().add(region, sample.page);
         }
         note_sharers(table, counted, &mut families);
-        let weight = self.one_in as f64;
-        let mut saved = 0.0;
-        let mut returns = 0.0;
-        let mut merged_pages = 0.0;
         for sample in merged {
             last = table.near(last, sample.region, sample.page);
             let Some(region) = last else { continue };
             let family = families[&(region.view.lineage, sample.page, copy_of(sample))];
             // More pages may map the frame than when the host counted its mappers.
             let held = 1.0 / f64::from(sample.mappers).max(family.all);
-            let part = weight * (family.unmerged_frames() / family.all - held);
-            saved += part;
-            returns += weight * (1.0 - held);
-            merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
+            let saved = self.weight * (family.unmerged_frames() / family.all - held);
+            self.saved += saved;
+            self.returns += self.weight * (1.0 - held);
+            self.merged += if sample.mappers > 1 { self.weight } else { 0.0 };
             let is_lost = if family.all > 1.0 { region.usage.own.contains(sample.page) } else { sample.mappers > 1 };
-            let loss = if is_lost { weight } else { 0.0 };
-            saving.part_mut(region.view.owner).add(part, loss, sample.mappers < FEW_SHARERS);
+            let loss = if is_lost { self.weight } else { 0.0 };
+            let part = self.parts.entry(region.view.owner).or_default();
+            part.add(saved, loss, sample.mappers < FEW_SHARERS);
         }
-        let zeros = zeros_of(table, counted, weight);
+    }
+
+    /// Adds the merged zeros.
+    fn count_zeros(&mut self, table: &RegionTable, counted: &Counted) {
+        let zeros = zeros_of(table, counted, self.weight);
         let mut families: FxHashMap<LineageKey, Zeros> = FxHashMap::default();
         for zeros in zeros.values() {
             let family = families.entry(zeros.lineage).or_default();
@@ -396,18 +421,14 @@ impl SavingCounter {
         }
         for (owner, zeros) in zeros {
             let family = &families[&zeros.lineage];
-            let part = zeros.most() * family.most() / family.sum.max(1.0);
-            saved += part;
-            returns += zeros.most();
-            merged_pages += zeros.most();
-            let of_owner = saving.part_mut(owner);
-            of_owner.add(part, part, family.sum > zeros.most());
-            of_owner.zeros = zeros.most();
+            let saved = zeros.most() * family.most() / family.sum.max(1.0);
+            self.saved += saved;
+            self.returns += zeros.most();
+            self.merged += zeros.most();
+            let part = self.parts.entry(owner).or_default();
+            part.add(saved, saved, family.sum > zeros.most());
+            part.zeros = zeros.most();
         }
-        saving.merged = Pages(whole(merged_pages));
-        saving.saved = Pages(whole(saved.round()));
-        saving.returns_at_worst = Pages(whole(returns.round()));
-        self.adopt(saving);
     }
 }
 
