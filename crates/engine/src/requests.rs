@@ -325,58 +325,72 @@ impl Requests {
             }
             return None;
         }
-        if matches!(merging, Merging::Merged | Merging::Shared) {
-            let digest = self.pair_of(region, first).map_or(Digest::ZERO, |pair| pair.digest);
-            let was_merged = set_merged(table, region, first, kept.map(|(partner, _)| partner), digest, now_ns);
-            if let Some((partner, kept)) = kept {
-                set_merged(table, partner, kept, Some(region), digest, now_ns);
-            }
-            if merging == Merging::Merged && !was_merged {
-                return None;
-            }
-        }
-        if merging == Merging::Unknown {
-            for (region, page) in std::iter::once((region, first)).chain(kept) {
-                if let Some(region) = table.at_mut(region, page) {
-                    // We may be reading the region now, and have passed the page already.
-                    region.usage.readings_due = 2;
-                }
-            }
-        }
-        if matches!(merging, Merging::Busy | Merging::Untried | Merging::Unknown) {
-            return None;
-        }
-        let Pair { take, digest, is_relative, by_position, needs_merged, .. } = self.pair_of(region, first)?;
         match merging {
-            // We've read neither page: there's no content for the index.
-            _ if by_position => {}
-            // The page was merged before. Other pages may still be merged with its old partner.
-            Merging::Merged => self.leave_behind(digest),
-            // The relative's program has written to the page there, which we hadn't read: we learn nothing from that.
-            _ if is_relative => {}
-            Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
-            // From now on we keep this page for the content.
-            Merging::Ineligible | Merging::Full => index.point_to(digest, take.location),
-            Merging::Differs | Merging::Absent => {
-                index.point_to(digest, take.location);
-                self.leave_behind(digest);
-                if merging == Merging::Absent && needs_merged {
-                    // The page to keep isn't merged any more, so nobody compared the two.
+            Merging::Merged | Merging::Shared => {
+                let digest = self.pair_of(region, first).map_or(Digest::ZERO, |pair| pair.digest);
+                let was_merged = set_merged(table, region, first, kept.map(|(partner, _)| partner), digest, now_ns);
+                if let Some((partner, kept)) = kept {
+                    set_merged(table, partner, kept, Some(region), digest, now_ns);
+                }
+                if merging == Merging::Merged && !was_merged {
                     return None;
                 }
-                // One mismatch may only mean that the kept page was just written. Two in a row mean that the digests
-                // collide.
-                let differed_before = self.differing.contains(&digest.fingerprint());
-                remember(&mut self.differing, digest);
-                if merging == Merging::Differs && differed_before {
-                    // The pair's digest has the domain mixed in. Mixing it in again takes it out.
-                    let own = table.get(take.location.slot);
-                    return Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)));
-                }
             }
-            Merging::Busy | Merging::Untried | Merging::Unknown => {}
+            Merging::Unknown => {
+                for (region, page) in std::iter::once((region, first)).chain(kept) {
+                    if let Some(region) = table.at_mut(region, page) {
+                        // We may be reading the region now, and have passed the page already.
+                        region.usage.readings_due = 2;
+                    }
+                }
+                return None;
+            }
+            Merging::Busy | Merging::Untried => return None,
+            Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {}
+        }
+        let pair = self.pair_of(region, first)?;
+        if pair.by_position {
+            // We've read neither page: there's no content for the index.
+            return None;
+        }
+        if merging == Merging::Merged {
+            // The page was merged before. Other pages may still be merged with its old partner.
+            self.leave_behind(pair.digest);
+            return None;
+        }
+        if pair.is_relative {
+            // The relative's program has written to the page there, which we hadn't read: we learn nothing from that.
+            return None;
+        }
+        if merging == Merging::Shared {
+            self.differing.remove(&pair.digest.fingerprint());
+            return None;
+        }
+        // From now on we keep this page for the content.
+        index.point_to(pair.digest, pair.take.location);
+        if matches!(merging, Merging::Differs | Merging::Absent) {
+            return self.record_mismatch(merging, pair, table);
         }
         None
+    }
+
+    /// Records a pair whose pages aren't equal. Returns the digest if it turns out to collide.
+    fn record_mismatch(&mut self, merging: Merging, pair: Pair, table: &RegionTable) -> Option<Digest> {
+        let Pair { take, digest, needs_merged, .. } = pair;
+        self.leave_behind(digest);
+        if merging == Merging::Absent && needs_merged {
+            // The page to keep isn't merged any more, so nobody compared the two.
+            return None;
+        }
+        // One mismatch may only mean that the kept page was just written. Two in a row mean that the digests collide.
+        let differed_before = self.differing.contains(&digest.fingerprint());
+        remember(&mut self.differing, digest);
+        if merging != Merging::Differs || !differed_before {
+            return None;
+        }
+        // The pair's digest has the domain mixed in. Mixing it in again takes it out.
+        let own = table.get(take.location.slot);
+        Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)))
     }
 
     /// Records that one page of a pair is in use. A merged page never prevents a merge, so if the kept page is merged,
