@@ -523,7 +523,7 @@ impl Host for LiveHost {
             is_starting: !self.discovery.has_listed_all,
             ksm,
             mechanism: self.mechanism(),
-            shows_frames: true,
+            shows_frames: self.reader.as_ref().is_none_or(PageReader::sees_frames),
             shows_lone: shows_merged(),
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory,
