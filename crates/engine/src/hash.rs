@@ -26,8 +26,8 @@ impl Digest {
         low_bits(self.0 >> 16, u32::BITS)
     }
 
-    /// The digest of the same content within a trust domain, so that it differs from domain to domain. Zeros have no
-    /// domain.
+    /// Mixes a trust domain into the digest, so that equal contents of two domains differ. Mixing it in again takes it
+    /// out. Zeros and domain 0 keep their digests.
     #[must_use]
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
@@ -67,7 +67,7 @@ impl Digester {
     }
 
     fn hash(&self, bytes: &[u8]) -> u64 {
-        // The only error is a secret that's too short.
+        // This fails only if the secret is too short, and ours isn't.
         XxHash3_64::oneshot_with_seed_and_secret(self.seed, &self.secret, bytes).unwrap_or_default()
     }
 }

@@ -334,8 +334,8 @@ impl Headroom {
     }
 }
 
-/// How much of a limit's reserve has to be left while the cgroup keeps pages for others, so that we unmerge them before
-/// a program that grows reaches the limit. We merge up to half of the reserve.
+/// A cgroup that keeps pages for others must have this much of its limit's reserve left. If it has less, we unmerge them,
+/// before a program that grows reaches the limit. We merge up to half of the reserve.
 pub(crate) fn cushion(reserve: Pages) -> Pages {
     Pages(reserve.0 / 4)
 }

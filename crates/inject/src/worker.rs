@@ -373,7 +373,7 @@ pub(super) fn confine() {
     shield_process();
     // We drop capabilities before we read any request. Everything above needs more of them.
     if let Err(error) = keep_only(&INJECTING) {
-        eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
+        eprintln!("pagefold: the injector cannot drop its capabilities: {error}; see docs/privileges.md");
         std::process::exit(1)
     }
 }

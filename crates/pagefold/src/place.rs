@@ -30,7 +30,7 @@ fn of_service(name: &str) -> Option<PathBuf> {
     if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
 }
 
-/// Checks that we can safely write a file of a run, if `path` names one. `what` describes the file, for the error.
+/// Checks that we can safely write the run's file `path`, if there is one. `what` describes the file, for the error.
 ///
 /// # Errors
 /// The exit code is 2.

@@ -320,7 +320,7 @@ impl PageReader {
         Ok(is)
     }
 
-    /// Calls `visit` for the page table entries of a range in order, except for most empty ones. Costs about 33 ns a
+    /// Calls `visit` for the page table entries of a range in order, and skips most empty ones. Costs about 33 ns a
     /// page.
     pub fn walk(
         &mut self,

@@ -98,8 +98,8 @@ impl Inventory {
         Self { groups, ..Self::default() }
     }
 
-    /// Adds a page of `owner` that maps a merged frame. `active`: the process's copy was active before the merge. Pages
-    /// of one process must be added one after the other.
+    /// Adds a page of `owner` that maps a merged frame. `active`: the process's copy was active before the merge. Add
+    /// all pages of one process before those of the next.
     pub fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
         let MergedSample { region, page, frame, node, .. } = *sample;

@@ -1,7 +1,7 @@
 //! Exclusion rules: which processes and mappings we leave alone, and why.
 //!
-//! To add a rule, add a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`].
-//! We read facts first and judge them separately, so you can test rules without a process.
+//! We read facts first and judge them separately, so you can test rules without a process. CONTRIBUTING.md says what to
+//! change to add a rule.
 
 use super::deny_list::DenyList;
 use super::dumpable::{Dumpable, ask_inside, dumpable};

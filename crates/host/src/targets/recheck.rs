@@ -1,4 +1,5 @@
-//! Checks of a target: every [`RECHECK_MIN_NS`] we read again the facts that our verdict on the process rests on.
+//! Checks of a target: every [`RECHECK_MIN_NS`], or more rarely if there are many, we read again the facts that our
+//! verdict on the process rests on.
 //!
 //! A process changes its user, executable, program and dumpable attribute only while it runs, and its CPU time shows us
 //! at little cost that it hasn't run. Its cgroup and the cgroup's attributes can be changed by others, so we read them
@@ -41,7 +42,7 @@ pub(super) struct LastCheck {
     next_ns: u64,
     /// Why we leave the process as a whole alone.
     excluded: Option<Exclusion>,
-    /// The entry of the deny list that has denied the program.
+    /// The program's exclusion by the deny list, if it's on it.
     denied: Option<Exclusion>,
     /// The trust domain at the last check. The target's own `domain` doesn't change while memory is marked.
     pub(super) domain: DomainKey,

@@ -146,8 +146,8 @@ options! {
              (2G), a share of memory (10%), or auto: the memory that such writes took in the worst hour (half as much \
              for each hour since), at least 5 % of memory, but never more than the memory saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
-            "When free memory is below the reserve, unmerge memory step by step. Unmerging itself takes memory, so \
-             each step keeps at least half of the reserve free";
+            "When free memory is below the reserve, unmerge step by step what ksmd has merged. Unmerging itself takes \
+             memory, so each step keeps at least half of the reserve free";
     }
     "deny" "Scope"
         "Programs that pagefold never touches, by base name, prefix with an asterisk, or path (a link stands for its \
@@ -156,8 +156,7 @@ options! {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch these programs, in addition to the deny list (base name, prefix followed by *, path, or a workload as \
-             for --allow)";
+            "More programs never to touch: a base name, a prefix followed by *, a path, or a workload as for --allow";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable). Names of programs don't count in containers; there, allow a workload with all its programs: \
@@ -239,8 +238,8 @@ options! {
         "Files that outlive a run: the savings over time, for pagefold top --since, and which memory is worth merging, for \
          the next run. Dry runs ignore this section." {
         "path" "--history <FILE>" history: PathBuf, Any, "\"/var/lib/pagefold/history\"",
-            "Record savings in this file (371 KiB): every minute for a day, every quarter of an hour for 30 days. The \
-             service does so by default";
+            "Record savings in this file (371 KiB), which keeps a figure for each minute of the last day and each quarter \
+             hour of the last 30 days. The service does so by default";
         "learned" "--learned <FILE>" learned: PathBuf, Any, "\"/var/lib/pagefold/learned.json\"",
             "Record in this file which memory is worth merging (no contents, no digests), so that the next run needn't \
              search all memory again. The service does so by default";
@@ -277,8 +276,8 @@ options! {
              programs soon write merged pages (UKSM V_cow)";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
-            "How old a region that appears during the run must be before we merge it; by default at least two rounds (UKSM \
-             V_life)";
+            "How old a region that appears during the run must be before we merge it (UKSM V_life). Regions of unknown \
+             families must also be older than two rounds, except with the preset sensitive";
         "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.local_ns.into()),
             "Time of a memory access to the process's own node (status derives the cost of remote pages from it)";

@@ -57,7 +57,7 @@ impl MetricsFile {
 /// Checks that we can write a file at `path`. The error has advice.
 fn checked(path: &Path) -> Result<Place, String> {
     let place = Place::of_regular(path)?;
-    let advice = "name a file in a directory that root can write";
+    let advice = "name a file in a directory that only root can write";
     place.check().map_err(|error| format!("cannot be written: {error}; {advice}"))?;
     Ok(place)
 }

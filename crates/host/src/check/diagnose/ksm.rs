@@ -38,7 +38,7 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
                 _ if counted == Pages(0) => "KSM is available, nothing is merged".to_owned(),
                 Some(saved) => format!("KSM saves {:.1} MiB", saved.bytes().mib()),
                 None => format!(
-                    "KSM saves at most {:.1} MiB: children of a fork count several times",
+                    "KSM counts {:.1} MiB saved, less if programs have forked: pages that children share count again",
                     counted.bytes().mib()
                 ),
             })
