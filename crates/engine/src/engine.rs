@@ -45,7 +45,7 @@ use crate::units::Pages;
 
 use contents::Contents;
 use cycle::Plan;
-use forks::Families;
+use forks::ForkFamilies;
 use kin::KinRecords;
 use pacing::Spending;
 use planner::Planner;
@@ -74,7 +74,7 @@ pub struct Engine {
     /// The pairs of pages that we ask the kernel to merge, if we merge on request.
     requests: Requests,
     /// The families of forked processes whose shared pages we merge.
-    families: Families,
+    fork_families: ForkFamilies,
     /// Which merged pages move to another memory node.
     placer: Placer,
     /// Whether there's room for the copies if programs write to merged pages.
@@ -118,7 +118,7 @@ impl Engine {
             contents: Contents::new(Index::new(config.contents_most), Strength::default()),
             ksmd: Ksmd::default(),
             requests: Requests::default(),
-            families: Families::default(),
+            fork_families: ForkFamilies::default(),
             placer: Placer::default(),
             room: CopyRoom::default(),
             saving: SavingCounter::default(),

@@ -33,7 +33,7 @@ const MEMBERS_MOST: usize = 512;
 
 /// Overlapping regions of processes that were forked from each other.
 #[derive(Debug)]
-struct Family {
+struct ForkFamily {
     /// The slots of these regions in the table.
     members: Vec<u32>,
     /// How many processes the members belong to.
@@ -49,7 +49,7 @@ struct Family {
     has_outsiders: bool,
 }
 
-impl Family {
+impl ForkFamily {
     /// `None` if all these regions belong to one process.
     fn of(members: Vec<u32>, table: &RegionTable) -> Option<Self> {
         let regions: Vec<&Region> = table.all_in(&members).collect();
@@ -75,9 +75,9 @@ impl Family {
 
 /// All families. A region's [`relatives`](Region::relatives) is the number of its family.
 #[derive(Debug, Default)]
-pub(super) struct Families(Vec<Family>);
+pub(super) struct ForkFamilies(Vec<ForkFamily>);
 
-impl Families {
+impl ForkFamilies {
     fn of(table: &RegionTable) -> Self {
         let mut places: Vec<(LineageKey, Vpn, u32)> = Vec::new();
         for (slot, region) in table.numbered() {
@@ -90,18 +90,18 @@ impl Families {
         let mut end = Vpn(0);
         for (lineage, first, slot) in places {
             if lineage != last || first >= end {
-                families.extend(Family::of(std::mem::take(&mut members), table));
+                families.extend(ForkFamily::of(std::mem::take(&mut members), table));
                 end = first;
             }
             members.push(slot);
             last = lineage;
             end = end.max(table.get(slot).map_or(first, Region::end));
         }
-        families.extend(Family::of(members, table));
+        families.extend(ForkFamily::of(members, table));
         Self(families)
     }
 
-    fn get(&self, region: &Region) -> Option<&Family> {
+    fn get(&self, region: &Region) -> Option<&ForkFamily> {
         self.0.get(index(region.relatives?))
     }
 
@@ -127,11 +127,11 @@ impl Engine {
     /// Finds the regions that processes have in common through fork, and decides in which of them we read the shared
     /// pages.
     pub(super) fn find_relatives(&mut self) {
-        self.families = Families::of(&self.table);
+        self.fork_families = ForkFamilies::of(&self.table);
         for region in self.table.iter_mut() {
             region.relatives = None;
         }
-        for (number, family) in (0..).zip(&self.families.0) {
+        for (number, family) in (0..).zip(&self.fork_families.0) {
             for &slot in &family.members {
                 if let Some(region) = self.table.get_mut(slot) {
                     region.relatives = Some(number);
@@ -139,7 +139,7 @@ impl Engine {
             }
         }
         for region in self.table.iter_mut() {
-            region.fork = match self.families.get(region) {
+            region.fork = match self.fork_families.get(region) {
                 Some(family) if family.is_ours && family.processes <= RELATIVES_MOST => {
                     if region.view.owner == family.reader {
                         Fork::First
@@ -155,16 +155,16 @@ impl Engine {
     }
 
     /// The family of a region, if we merge all its members or none.
-    fn family(&self, region: &Region) -> Option<&Family> {
+    fn fork_family(&self, region: &Region) -> Option<&ForkFamily> {
         if region.fork == Fork::Alone {
             return None;
         }
-        self.families.get(region)
+        self.fork_families.get(region)
     }
 
     /// How many processes share a region through fork, if that's too many for merging to pay.
     pub(super) fn crowd(&self, region: &Region) -> Option<u64> {
-        let family = self.families.get(region)?;
+        let family = self.fork_families.get(region)?;
         let are_many = family.processes > RELATIVES_MOST || family.members.len() > MEMBERS_MOST;
         if !are_many || !region.survey.is_mostly_forked() {
             return None;
@@ -178,13 +178,13 @@ impl Engine {
         if !region.survey.is_mostly_forked() {
             return false;
         }
-        self.family(region).is_none_or(|family| family.has_outsiders)
+        self.fork_family(region).is_none_or(|family| family.has_outsiders)
     }
 
     /// Notes for each family whether processes outside it map most of its shared pages, too. We leave such pages
     /// unread.
     pub(super) fn note_outsiders(&mut self) {
-        for family in &mut self.families.0 {
+        for family in &mut self.fork_families.0 {
             let mut members = self.table.all_in(&family.members);
             family.has_outsiders = members.any(|member| member.reads_forked() && member.survey.is_mostly_forked());
         }
@@ -194,7 +194,7 @@ impl Engine {
     /// family: a process that's writing a snapshot is alone, while workers that may write all they share are several.
     pub(super) fn is_only_young_child(&self, region: &Region, within_ns: u64) -> bool {
         let is_young = |seen_ns| self.snapshot.now_ns < seen_ns + within_ns;
-        let Some(family) = self.families.get(region) else { return false };
+        let Some(family) = self.fork_families.get(region) else { return false };
         region.view.owner == family.youngest && is_young(region.seen_ns) && !is_young(family.others_seen_ns)
     }
 
@@ -202,7 +202,7 @@ impl Engine {
     /// there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
         let mut parent: Option<&Region> = None;
-        for region in self.table.all_in(self.families.members(child)?) {
+        for region in self.table.all_in(self.fork_families.members(child)?) {
             if region.seen_ns >= child.seen_ns {
                 continue;
             }
@@ -230,7 +230,7 @@ impl Engine {
         for (key, numbers) in families {
             let mut spans = Vec::new();
             for number in numbers {
-                let Some(family) = self.families.0.get(index(number)) else { continue };
+                let Some(family) = self.fork_families.0.get(index(number)) else { continue };
                 for region in self.table.all_in(&family.members) {
                     let RegionView { key, first, pages, .. } = region.view;
                     spans.push(Span { region: key, first, pages });
@@ -266,7 +266,7 @@ impl Engine {
             }
             let Some(&first_shares) = found.get(&region.relatives) else { continue };
             // If the fork came after we had read the first relative, only the others' samples show what they share.
-            let has_outsiders = self.families.get(region).is_some_and(|family| family.has_outsiders);
+            let has_outsiders = self.fork_families.get(region).is_some_and(|family| family.has_outsiders);
             let shares = region.life.is_surveyed() && region.survey.is_mostly_forked() && !has_outsiders;
             if (first_shares || shares) && may_be_promoted(region, now_ns, pace, &self.config) {
                 region.fork = Fork::Follows;
@@ -300,7 +300,7 @@ impl Engine {
     /// Whether a page may be private only because ksmd merged it in the relatives, who shared its frame through fork
     /// until then. We record zeros that relatives share as one relative's own ([`Self::record_frame`]).
     fn may_be_left(&self, region: &Region, page: Vpn, is_zero: bool) -> bool {
-        let Some(family) = self.family(region) else { return false };
+        let Some(family) = self.fork_family(region) else { return false };
         for relative in self.table.all_in(&family.members) {
             let is_other = relative.view.key != region.view.key && relative.has(page);
             if is_other && relative.is_marked(page) && (is_zero || !relative.usage.own.contains(page)) {
@@ -316,7 +316,7 @@ impl Engine {
             if region.is_named() {
                 continue;
             }
-            let Some(family) = self.family(region) else { continue };
+            let Some(family) = self.fork_family(region) else { continue };
             for relative in self.table.all_in(&family.members) {
                 if !relative.is_named() {
                     continue;
@@ -344,7 +344,7 @@ impl Engine {
                     pair.keep_instead(other);
                 }
             }
-            let Some(pages) = self.pages_of_families(&pair) else { continue };
+            let Some(pages) = self.pages_of_fork_families(&pair) else { continue };
             if let Some(keep) = pair.keep {
                 pair.keep_mappers = self.known_mappers(keep);
             }
@@ -386,11 +386,11 @@ impl Engine {
     }
 
     /// A pair's pages that are shared through fork, in each relative. `None` if one of them may not be merged now.
-    fn pages_of_families(&self, pair: &Pair) -> Option<Vec<IndexedPage>> {
+    fn pages_of_fork_families(&self, pair: &Pair) -> Option<Vec<IndexedPage>> {
         let mut pages = Vec::new();
         for named in [Some(pair.take), pair.keep].into_iter().flatten() {
             let region = self.table.get(named.location.slot).filter(|region| region.view.key == named.region)?;
-            let Some(family) = self.family(region) else { continue };
+            let Some(family) = self.fork_family(region) else { continue };
             for &slot in &family.members {
                 let relative = self.table.get(slot)?;
                 if !relative.has(named.page) {
@@ -413,7 +413,7 @@ impl Engine {
     /// that we know to have a page of their own there.
     fn known_mappers(&self, page: IndexedPage) -> u32 {
         let Some(region) = self.table.get(page.location.slot) else { return 1 };
-        let Some(family) = self.family(region) else { return 1 };
+        let Some(family) = self.fork_family(region) else { return 1 };
         if region.usage.own.contains(page.page) {
             return 1;
         }

@@ -29,7 +29,7 @@ struct Relative {
 
 /// Regions that are merged together or not at all.
 #[derive(Debug, Default)]
-struct Family {
+struct ForkFamily {
     /// The marks in the family's first region.
     spans: Vec<Candidate>,
     relatives: Vec<Relative>,
@@ -39,21 +39,21 @@ struct Family {
 #[derive(Debug)]
 pub struct Budget {
     pub headroom: Headroom,
-    families: FxHashMap<u32, Family>,
+    fork_families: FxHashMap<u32, ForkFamily>,
 }
 
 impl Budget {
     pub fn new(table: &RegionTable, headroom: Headroom, config: &Config) -> Self {
-        let mut budget = Self { headroom, families: FxHashMap::default() };
+        let mut budget = Self { headroom, fork_families: FxHashMap::default() };
         for region in table.iter() {
             let Some(number) = region.relatives else { continue };
             let is_shared = region.fork == Fork::First && region.forked_share() >= config.threshold().fraction();
             if is_shared || region.fork == Fork::Follows && !region.life.is_settled() {
-                budget.families.entry(number).or_default();
+                budget.fork_families.entry(number).or_default();
             }
         }
         for region in table.iter().filter(|region| region.fork == Fork::First) {
-            if let Some(family) = region.relatives.and_then(|number| budget.families.get_mut(&number)) {
+            if let Some(family) = region.relatives.and_then(|number| budget.fork_families.get_mut(&number)) {
                 family.mark(&region.marks.spans);
             }
         }
@@ -62,7 +62,7 @@ impl Budget {
                 continue;
             }
             let Some(number) = region.relatives else { continue };
-            let Some(family) = budget.families.get_mut(&number) else { continue };
+            let Some(family) = budget.fork_families.get_mut(&number) else { continue };
             if region.fork == Fork::Follows && region.life.is_settled() && region.hold.full.is_none() {
                 continue;
             }
@@ -74,7 +74,7 @@ impl Budget {
                 granted: region.mergeable(),
             });
         }
-        for family in budget.families.values_mut() {
+        for family in budget.fork_families.values_mut() {
             family.grant(&mut budget.headroom);
         }
         budget
@@ -96,7 +96,7 @@ impl Budget {
 
     /// The parts of a span that we may mark in a region if there's too little headroom for all of it.
     pub fn parts(&self, region: &Region, span: &Candidate) -> Vec<Candidate> {
-        let Some(family) = self.family(region) else { return vec![*span] };
+        let Some(family) = self.fork_family(region) else { return vec![*span] };
         if region.fork == Fork::First {
             return vec![*span];
         }
@@ -112,7 +112,7 @@ impl Budget {
         let granted = self.granted(region);
         self.headroom.take(region.view.owner, marked.saturating_sub(granted));
         let Some(number) = region.relatives else { return };
-        let Some(family) = self.families.get_mut(&number) else { return };
+        let Some(family) = self.fork_families.get_mut(&number) else { return };
         if region.fork == Fork::First {
             family.mark(spans);
             family.grant(&mut self.headroom);
@@ -136,14 +136,14 @@ impl Budget {
     }
 
     fn relatives(&self, region: &Region) -> &[Relative] {
-        match self.family(region) {
+        match self.fork_family(region) {
             Some(family) => &family.relatives,
             None => &[],
         }
     }
 
-    fn family(&self, region: &Region) -> Option<&Family> {
-        self.families.get(&region.relatives?)
+    fn fork_family(&self, region: &Region) -> Option<&ForkFamily> {
+        self.fork_families.get(&region.relatives?)
     }
 }
 
@@ -158,7 +158,7 @@ impl Relative {
     }
 }
 
-impl Family {
+impl ForkFamily {
     fn mark(&mut self, spans: &[Candidate]) {
         for span in spans {
             self.spans.retain(|mark| !covers(span, mark));
