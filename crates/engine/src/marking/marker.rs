@@ -49,8 +49,8 @@ pub struct Marker {
     /// The price for which we last lowered the density, nanoseconds, and when we may lower it for the next region.
     price_ns: u64,
     thin_at_ns: u64,
-    /// For each of the latest marks, by its start: how many of its pages no earlier mark covers.
-    added: BTreeMap<(RegionKey, Vpn), Wave>,
+    /// The latest marks, by where they start.
+    latest: BTreeMap<(RegionKey, Vpn), LatestMark>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
     pub unmarking: Unmarking,
@@ -63,6 +63,16 @@ pub struct Marker {
     /// The same as `refresh_*`, for scans that visit pages which appeared in marked memory or were rewritten there.
     renewal_pause_ns: u64,
     renewal_expected: Pages,
+}
+
+/// A mark that the host hasn't reported on yet.
+#[derive(Clone, Copy, Debug, Default)]
+struct LatestMark {
+    /// How many of its pages no earlier mark covers, and how many of them are duplicates.
+    added: Pages,
+    duplicate: Pages,
+    /// Whether other memory was marked before, in which ksmd may find copies.
+    joins: bool,
 }
 
 /// The scan scheduler, and the allowance and headroom that marks use up.
@@ -124,17 +134,15 @@ impl Marker {
         means: Means,
         config: &Config,
     ) -> Vec<Change> {
-        let Means { scheduler, allowance, headroom } = means;
-        let rested_ns = scheduler.idle_ns(now_ns);
+        let rested_ns = means.scheduler.idle_ns(now_ns);
         let marked = marked_resident(table);
         self.thin_out(table, marked, now_ns, rested_ns, pace, config);
         self.small = Wave::default();
-        if !table.iter().any(|region| region.life.is_worth_marking()) {
-            self.held_since_ns = None;
-            return Vec::new();
+        let mut ready = Vec::new();
+        if table.iter().any(|region| region.life.is_worth_marking()) {
+            let waiting = self.unmarking.waiting();
+            ready = self::ready(table, &waiting, now_ns, means.headroom.clone(), config);
         }
-        let waiting = self.unmarking.waiting();
-        let mut ready = ready(table, &waiting, now_ns, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -144,7 +152,7 @@ impl Marker {
             return Vec::new();
         }
         // If two scans are about to start, they visit the marked pages anyway.
-        let walked = if scheduler.starts_two_scans() { Pages(0) } else { marked };
+        let walked = if means.scheduler.starts_two_scans() { Pages(0) } else { marked };
         let mut wave = Wave { walked, ..Wave::default() };
         for (slot, spans) in &ready {
             let Some(region) = table.get(*slot) else { continue };
@@ -155,8 +163,20 @@ impl Marker {
             return Vec::new();
         }
         self.held_since_ns = None;
-        sort_by_headroom(&mut ready, table, headroom);
-        self.added.clear();
+        sort_by_headroom(&mut ready, table, means.headroom);
+        self.take_marks(table, ready, marked > Pages(0), means)
+    }
+
+    /// Adds marks for these spans, as far as their processes have stops left. `joins`: other memory is marked already.
+    fn take_marks(
+        &mut self,
+        table: &mut RegionTable,
+        ready: Vec<(u32, Vec<Candidate>)>,
+        joins: bool,
+        means: Means,
+    ) -> Vec<Change> {
+        let Means { scheduler, allowance, headroom } = means;
+        self.latest.clear();
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
             let Some(region) = table.get_mut(slot) else { continue };
@@ -177,7 +197,8 @@ impl Marker {
             }
             let before = region.mergeable();
             for span in spans {
-                self.added.insert((region.view.key, span.first), Wave { walked: marked, ..gain(region, &[span]) });
+                let Wave { added, duplicate, .. } = gain(region, &[span]);
+                self.latest.insert((region.view.key, span.first), LatestMark { added, duplicate, joins });
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
@@ -461,10 +482,10 @@ impl Marker {
                 Marking::Done(_) => {
                     is_marked = true;
                     region.hold.pause_ns = 0;
-                    let wave = self.added.get(&(span.region, span.first)).copied().unwrap_or_default();
-                    scheduler.request(wave.added.max(Pages(1)));
-                    if wave.walked > Pages(0) {
-                        self.expected += wave.duplicate;
+                    let mark = self.latest.get(&(span.region, span.first)).copied().unwrap_or_default();
+                    scheduler.request(mark.added.max(Pages(1)));
+                    if mark.joins {
+                        self.expected += mark.duplicate;
                     }
                 }
                 Marking::Untried | Marking::Busy | Marking::NoMappings => {
