@@ -49,6 +49,9 @@ impl Child {
         let mut done = [0];
         self.line.read_exact(&mut done).unwrap();
         assert_eq!(done, [order], "the child failed");
+        // Until it waits for the next request, it may fault in pages.
+        let pid = self.pid;
+        wait_until("the child waits", || state(pid) != b'R');
     }
 
     fn kill(&mut self) {
