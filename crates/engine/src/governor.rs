@@ -120,7 +120,7 @@ pub struct Budget {
 impl Budget {
     /// Records the CPU time spent so far.
     pub fn record(&mut self, now_ns: u64, cost: Cost) {
-        let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
+        let spent_ns = cost.total_ns();
         if self.observations.is_empty() {
             // The CPU clocks start at 0 with the run. From here, the CPU time of starting up counts, too.
             self.observations.push_back((now_ns, 0));
