@@ -118,6 +118,16 @@ fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
             }
             new.check_since(old, sim.engine.decisions(), sim.log.seen_ns);
         }
+        // A cycle may have no time to read. Otherwise it reads some of the regions that are to be read whole, or names
+        // their pages by position.
+        let to_read: Vec<&Decided> = before.iter().filter(|region| region.decision.verb == Verb::Read).collect();
+        let is_tried = |region: &&Decided| {
+            let is_read = sim.log.runs.iter().any(|run| region.holds(run.region, run.first));
+            is_read || sim.log.actions.merge.iter().any(|range| region.holds(range.take.region, range.take.first))
+        };
+        if !to_read.is_empty() && !sim.log.runs.is_empty() {
+            assert!(to_read.iter().any(is_tried), "none of the regions to be read is read at {began_ns}");
+        }
         verbs.extend(after.iter().map(|new| new.decision.verb));
         verbs.sort_unstable();
         verbs.dedup();
