@@ -24,9 +24,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, SystemTime};
 
 const SCHEMA: &str = "pagefold.audit/1";
-/// Bytes of lines that may wait to be written: about 8,000 lines, more than a cycle makes.
+/// Lines that wait to be written may take this many bytes: about 8,000 lines, more than a cycle makes.
 const ROOM: usize = 4 << 20;
-/// Lines about one user's processes may take at most this part of [`ROOM`], so that no user displaces others' lines.
+/// Lines about one user's processes may take only this much of [`ROOM`], so that no user crowds out the others.
 const ROOM_OF_USER: usize = ROOM / 4;
 /// How long the end of the run waits for the log.
 const END_LIMIT: Duration = Duration::from_secs(2);

@@ -88,7 +88,7 @@ pub trait Backend: Host + Sized {
 /// A machine's state at the end of a run, for the summary.
 #[derive(Debug)]
 pub struct Ending {
-    /// How many targets in scope we didn't leave alone.
+    /// How many targets in scope we worked on. The others we left alone.
     pub judged: usize,
     pub ended: Ended,
     /// Xen's own figures, if the targets were Xen guests.

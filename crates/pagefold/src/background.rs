@@ -29,7 +29,7 @@ impl<T: Send + 'static> Background<T> {
         Ok(Self { work: Some(work), ended })
     }
 
-    /// Queues work for the thread. We drop the work if the thread hasn't begun the last piece, as with a slow disk.
+    /// Queues work for the thread. If a piece already waits, because the disk is slow, we drop the new one.
     pub fn offer(&self, work: T) {
         let _ = self.work.as_ref().map(|to_do| to_do.try_send(work));
     }

@@ -26,7 +26,7 @@ pub struct Bounds {
     domain_rules: DomainRules,
     domains: Domains,
     kept_out: KeptOut,
-    /// Whether ksmd does the merging. It only merges one trust domain.
+    /// Whether pages are merged by ksmd, which only merges one trust domain, or on request.
     by_ksmd: bool,
 }
 
@@ -103,8 +103,8 @@ impl Bounds {
         }
     }
 
-    /// How to have this process merged, although it's left alone for `reason`: words to print after the reason. Empty
-    /// if there's no way.
+    /// Tells how to have this process merged although we leave it alone for `reason`. The words come after the reason,
+    /// and are empty if there's no way.
     pub fn way_in(&mut self, scoped: &ProcessInfo, reason: &str) -> String {
         if let Some((_, selector)) = self.kept_out.verdict(scoped, true, &Roots::default()) {
             return format!(" (pagefold include {selector} lets it in)");

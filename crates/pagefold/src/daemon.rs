@@ -117,7 +117,7 @@ pub struct Daemon<'a, B: Backend> {
     keeper: Keeper,
     progress: Progress,
     rooms: RoomReports,
-    /// We've said that we look for duplicates among one in this many contents.
+    /// Our last message said that we look for duplicates among one in this many contents.
     contents_one_in: u64,
     /// How many of ksmd's scans we've noted as events.
     scans: u64,
@@ -180,7 +180,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
     fn run_cycles(&mut self) -> Result<(), Exit> {
         let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
         while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
-            // Once we've given KSM up, we log no more actions, but still this cycle's: `report_events` comes later.
+            // Once KSM is given up we log no actions, except this cycle's: `report_events` sets `stood_down` later.
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }

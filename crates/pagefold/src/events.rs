@@ -115,7 +115,7 @@ impl Events {
             Entry::Include(Demand { scope, uid }) => {
                 return self.note("include", format!("included again at the request of uid {uid}: {scope}"));
             }
-            // A new scope is an event already.
+            // A reload adds its own event for a new scope.
             Entry::Begin { .. } | Entry::Scope { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };
         self.add(event, now());

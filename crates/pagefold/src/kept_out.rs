@@ -48,7 +48,7 @@ struct Row {
     processes: BTreeSet<ProcessKey>,
 }
 
-/// The service and all commands use the same path. We ignore `STATE_DIRECTORY`: a caller's may be another service's.
+/// The service and all commands use the same path. We ignore `STATE_DIRECTORY`, which may be another service's.
 fn path() -> PathBuf {
     Path::new(DIRECTORY).join(NAME)
 }

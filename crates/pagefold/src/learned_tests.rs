@@ -126,7 +126,7 @@ proptest! {
         let _ = parse(&bytes, "boot", 0);
     }
 
-    /// If some bytes of a file are changed, we refuse the file, or can adopt its contents.
+    /// If bytes of a file have changed, we either refuse the file, or can still adopt its contents.
     #[test]
     fn no_damage_breaks_the_parser_or_an_engine(at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
         let mut bytes = document("boot");

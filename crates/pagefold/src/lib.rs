@@ -1,4 +1,4 @@
-//! The program `pagefold`. This file parses the command line and calls the subcommand. Each is a module.
+//! The program `pagefold`. This file parses the command line and calls a subcommand. Each subcommand is a module.
 //!
 //! It's a library so that two other programs can use it: one writes manual pages and completions, and pagefold-xen has
 //! the same commands for Xen guests.

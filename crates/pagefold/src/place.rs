@@ -44,7 +44,7 @@ pub fn unusable(what: &str, path: &Path, why: &str) -> Exit {
     Exit::new(exit::USAGE, format!("{what} {} {why}", shown(path)))
 }
 
-/// The message if a write failed that we'll repeat.
+/// The message about a failed write that we'll try again.
 pub fn cannot_write(what: &str, path: &Path, error: &io::Error) -> String {
     format!("cannot write {what} {}: {error}; free some space (pagefold tries again)", shown(path))
 }
@@ -106,7 +106,7 @@ impl Place {
         Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
     }
 
-    /// Like [`Self::of`], but also refuses a path that has something other than a regular file.
+    /// Like [`Self::of`], but also refuses a path where there's something other than a regular file.
     pub fn of_regular(path: &Path) -> Result<Self, String> {
         let place = Self::of(path)?;
         if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
@@ -115,8 +115,8 @@ impl Place {
         Ok(place)
     }
 
-    /// Like [`Self::of_regular`], but also refuses a file that doesn't begin as ours do, with `head`. After a power
-    /// failure, a file of ours may be empty or have zeros only.
+    /// Like [`Self::of_regular`], but also refuses a file that doesn't begin as ours do, with `head`. We accept a file
+    /// that's empty or all zeros, as a power failure may leave ours.
     pub fn of_ours(path: &Path, head: &str) -> Result<Self, String> {
         let place = Self::of_regular(path)?;
         // If we can't open or read it now, we find out why later.

@@ -160,7 +160,7 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts a process that starts the injector, and a new injector whenever one dies. After [`give_up_rights`] we can't.
+/// Starts a process that starts the injector, and a new injector whenever one dies. Call before [`give_up_rights`].
 pub fn injector() -> Result<Injector> {
     let is_filtered =
         fs::read("/proc/self/status").is_ok_and(|status| matches!(number(&status, "Seccomp"), Ok(1_u8..)));

@@ -1,4 +1,4 @@
-//! The manual pages' tables of the program's output: the fields of each JSON document. Those of the metrics are made
+//! The manual pages' tables of the program's output: the fields of each JSON document. The tables of metrics are made
 //! from `metrics::families`.
 //!
 //! Tests fail if we print a field that isn't explained here. Add a new field to the row of its neighbours.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
 const JOURNAL: &str = "/run/systemd/journal/socket";
-/// Of the messages that other programs cause, we print this many at once, and one more after each interval.
+/// Messages that other programs cause: we print this many at once, and one more after each interval.
 const MESSAGES_MOST: u32 = 100;
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.

@@ -15,12 +15,12 @@ const BESIDES: u64 = 4;
 /// If nothing was merged for this time, we assume that nothing more will be.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// The least that we must save in each round, in percent of what an oracle could save that chooses for each page whose
-/// copy stays. ksmd keeps the copy of whoever was marked later, so the first program's headroom is never used. Of three
-/// programs, two thirds is the most that can be saved then, less what we leave as a reserve.
+/// Each round must save at least this much, in percent of what an oracle could save that chooses for each page whose
+/// copy stays. ksmd keeps the copy of the program marked later, so it never uses the first program's headroom. With
+/// three programs it can save two thirds at most, less our reserve.
 const SAVED_PERCENT: u64 = 60;
 const SAVED_PERCENT_KSMD: u64 = 50;
-/// The first round is a setup that people have reported: containers with so many MiB below this limit.
+/// The first round is a setup from public reports: this many containers, each with this much memory and limit, MiB.
 const REPORTED_COUNT: u64 = 3;
 const REPORTED_MIB: u64 = 60;
 const REPORTED_LIMIT_MIB: u64 = REPORTED_MIB * 140 / 100;
@@ -54,7 +54,7 @@ impl Contained {
         contained
     }
 
-    /// Writes to all of the program's pages. With the same number all programs write the same contents.
+    /// Writes to all of the program's pages. Programs that write with the same `number` get the same contents.
     fn write(&mut self, number: u64) {
         self.holder.write(0, self.holder.pages, (0xc4a6_e000 + number) << 28);
     }
@@ -196,7 +196,7 @@ fn guests_share_the_headroom_of_their_slice() {
     settle(&programs);
     let saved = before.saturating_sub(charged(&programs)) / MIB;
     println!("{saved} of {} MiB saved", 2 * EACH);
-    // With ksmd, the container may come to map everything that the slice keeps.
+    // With ksmd, the container may end up mapping every page that stays charged to the slice.
     let least_percent = if is_on_request() { 90 } else { 20 };
     assert!(saved * 100 >= 2 * EACH * least_percent, "{saved} MiB");
     for first in [2, 0, 1] {

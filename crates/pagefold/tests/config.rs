@@ -16,7 +16,7 @@ fn of_kind(path: &str, what: &str) -> Vec<Value> {
     log(path).into_iter().filter(|line| line["what"] == what).collect()
 }
 
-/// The memory that lines of the log add up to.
+/// The sum of `done_bytes` over these lines of the log.
 fn bytes(lines: &[Value]) -> u64 {
     lines.iter().map(|line| line["done_bytes"].as_u64().unwrap()).sum()
 }
@@ -176,7 +176,7 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     assert_eq!(status()["scope"], format!("--exe {}", second.name()));
     let disable = ["disable", "--exe", first.name(), "--config", config.name()];
     assert_fails(&disable, 5, "is not enabled");
-    // By another path of the daemon's file.
+    // Name the daemon's file by another path.
     let mut disable = Command::new(program());
     disable.current_dir(config.path.parent().unwrap()).args(["disable", second.name(), "--config", "pagefold.toml"]);
     assert_has(&output_of(&mut disable), &["Nothing is in scope any more."]);
@@ -205,7 +205,7 @@ fn enabled_programs_are_merged_at_once_and_unmerged_when_they_are_disabled() {
     assert_intact(&mut holders);
 }
 
-/// Runs see a file at the default place in a mount namespace of their own.
+/// The runs have a mount namespace of their own, with a file at the default path.
 #[test]
 fn what_the_file_denies_is_left_alone_whatever_the_command_line_selects() {
     let Some(cgroup) = Cgroup::of_any_version() else { return };

@@ -93,7 +93,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert_eq!(bytes(&largest["marked_bytes"]), 0);
     assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
 
-    // Check the same as text.
+    // Check the text output as well.
     let kinds = ["statically duplicated", "sparse", "COW-broken", "short-lived"];
     assert_has(&text_of(&["status"]), &[&kinds[..], &["Saves 4", "controlled by this run", "95 %"]].concat());
     assert_has(

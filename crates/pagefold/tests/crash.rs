@@ -34,7 +34,7 @@ const fn quick(time: &str) -> [&str; 5] {
     ["--preset", "sensitive", "--json", "--for", time]
 }
 
-/// Points that we also test when they're passed for the third time, because a knob is already changed by then.
+/// We also test these points when the run passes them for the third time: by then a knob is already changed.
 const LATER: [&str; 4] = ["state-begun@3", "state-written@3", "state-saved@3", "turned:sleep_millisecs@3"];
 
 /// Starts the program with a fault.

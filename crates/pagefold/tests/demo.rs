@@ -89,7 +89,7 @@ fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let mut demo = Daemon::start(&["demo", "--quick"]);
     wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
-    // It must not see that its children die.
+    // Stop the demo first, so that it doesn't see its children die.
     demo.signal(libc::SIGSTOP);
     for &child in &children {
         send(child, libc::SIGKILL);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pagefold_testkit::*;
 
-/// The frames in a process's page table that several anonymous pages share.
+/// The frames of a process's anonymous pages that other pages map, too.
 fn shared_frames(pid: i32) -> BTreeSet<u64> {
     const PRESENT: u64 = 1 << 63;
     const FILE: u64 = 1 << 61;

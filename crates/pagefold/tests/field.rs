@@ -1,5 +1,5 @@
-//! Setups that people who merge memory have reported in public, rebuilt in small. For each, we check our figures
-//! against the true value.
+//! Setups that people who merge memory have reported in public, rebuilt at a small scale. For each, we check our
+//! figures against the true value.
 //!
 //! The truth is frames: the sum of Pss_Anon of the case's own processes. KSM's counters count children of a fork
 //! several times, and keep what has been unmapped.
@@ -12,10 +12,10 @@
 //! | `hosts` | swap |
 //! | `selection` | programs that are hard to find, to ask or to merge |
 //!
-//! Where a test names issues, people have reported the setup there.
+//! If a test names issues, its setup was reported in them.
 //!
-//! 32-bit programs, upgraded programs beside strangers' ones, programs with 40,000 mappings, others that use KSM, and
-//! processes that are left alone are in `tests/selection.rs`. Memory limits of containers are in `tests/charge.rs`.
+//! 32-bit programs, upgraded programs beside a stranger's, programs with 40,000 mappings, other users of KSM, and
+//! processes left alone are in `tests/selection.rs`. Memory limits of containers are in `tests/charge.rs`.
 
 #[path = "field/families.rs"]
 mod families;
@@ -50,17 +50,17 @@ fn program_with(mib: u64) -> Holder {
     Holder::with(mib * PAGES_PER_MIB, COMMON)
 }
 
-/// Where the programs are that these tests start.
+/// The directory of the programs that these tests start.
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/field");
 
-/// Asserts that the data of a program that checks it on request is as written.
+/// Asks a program to check its data, and asserts that every byte is as written.
 #[track_caller]
 fn assert_answers(program: &mut Script) {
     program.say("check");
     assert_eq!(program.line(), "intact");
 }
 
-/// The children of a process, and theirs. One may end while we look.
+/// All descendants of a process. Some may end while we look.
 fn descendants(pid: i32) -> Vec<i32> {
     let mut found = Vec::new();
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return found };

@@ -33,7 +33,7 @@ fn start(count: u32, settings: &str, limited: Option<&Limited>) -> Vec<Shuffler>
     (1..=count).map(|seed| Shuffler::start(&format!("seed={seed} {settings}"), limited.map(Limited::path))).collect()
 }
 
-/// With fewer COW breaks, or fewer merged pages in a shuffler at the same time, the test wouldn't have tested anything.
+/// A test with fewer COW breaks, or with fewer pages merged at one time in a shuffler, proves nothing.
 const BROKEN_MIN: u64 = 1_000;
 const MERGED_MIN: u64 = 1_000;
 
@@ -207,7 +207,7 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     let split = huge_mib();
     assert!(split < before / 2, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
-    // Merges still split others meanwhile.
+    // Meanwhile merges still split other huge pages.
     let mut least = split;
     wait_until_well(&mut shufflers, "huge pages are put together again", || {
         least = least.min(huge_mib());
@@ -349,7 +349,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     println!("COW-broken, and {} of {} MiB stay marked", marked() / MIB, before / MIB);
-    // Extents whose pages have just been written need little headroom, and on a busy machine these are more.
+    // Extents whose pages have just been written may be unmarked: they need little headroom. A busy machine has more.
     assert!(marked() > before / 4);
     // Once there's headroom, the memory is unmarked.
     limited.unlimited();

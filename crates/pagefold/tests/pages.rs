@@ -36,7 +36,7 @@ fn a_browser_shows_the_page_of_a_scan() {
     if !can_read_pages() {
         return;
     }
-    // Beside another test's run, another command works, or none.
+    // If another test's run went on, the scan would print another command or none.
     let Some(_ksm) = KsmAtRest::take() else { return };
     let (holders, hostile) = (holders(), hostile());
     let pids = [pids(&holders), vec![hostile.pid()]].concat();

@@ -220,7 +220,7 @@ fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_las
     assert_all_restored(&ksm, programs);
 }
 
-/// Each of these files has a thread of its own. The learned one is written at the end, and every three minutes before.
+/// Each of these files has a thread of its own. The learned file is written every three minutes, and at the end.
 #[test]
 fn state_files_whose_disk_does_not_answer_delay_nothing() {
     const WRITERS: [&str; 4] = ["history", "kept out", "metrics file", "sketches"];

@@ -68,7 +68,7 @@ sys.stdin.readline()
 print("alive", flush=True)
 "#;
 
-/// A python3 that every user may run. The first one in root's PATH may be another one.
+/// A python3 that every user may run. Others may lack access to the first one in root's PATH.
 fn python() -> &'static str {
     if Path::new("/usr/bin/python3").exists() { "/usr/bin/python3" } else { "python3" }
 }

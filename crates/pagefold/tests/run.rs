@@ -76,7 +76,7 @@ fn by_default_nine_tenths_are_merged_within_a_minute_by_a_fifth_of_a_core() {
     let cpu: f64 = ["pagefold", "injector", "ksmd"].iter().map(|part| seconds[part].as_f64().unwrap()).sum();
     println!("nine tenths after {took:?}, {cpu:.2} CPU s");
     assert!(took < FIRST_SAVING, "{took:?}");
-    // A second's share may be spent at once, and starting takes some time, too.
+    // The run may spend a second's share at once, and starting takes some time, too.
     assert!(cpu < (took.as_secs_f64() + 2.0) / 4.0, "{cpu} s in {took:?}");
     assert_intact(&mut pair);
     daemon.stop();

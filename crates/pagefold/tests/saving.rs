@@ -18,7 +18,7 @@ fn is_true(said: u64, saved: u64) -> bool {
     said.abs_diff(saved) * 50 <= saved.max(MIB)
 }
 
-/// Waits until `status` knows what's saved after a restart, which it must within 30 s, and never says anything else.
+/// Waits up to 30 s until `status` knows what's saved after a restart. The first figure that it shows must be right.
 #[track_caller]
 fn assert_known_soon(when: &str, unmerged: u64, pids: &[i32]) {
     let began = Instant::now();

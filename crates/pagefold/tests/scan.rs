@@ -89,8 +89,8 @@ fn known_memory_is_counted_to_the_page() {
     assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
     assert!(process(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
 
-    // 19 of 20 samples should be within their stated error of the exact figure. It only happens once in thousands of
-    // tests that fewer than 15 are.
+    // 19 of 20 samples should be within their stated error of the exact figure. Fewer than 15 are in only one of
+    // thousands of tests.
     let exact = bytes(totals, "savable_gross_bytes");
     let hits = (0..20).filter(|seed| {
         let sampled = scan(&[first.pid(), second.pid()], &["--seed", &seed.to_string()]);
@@ -139,7 +139,7 @@ fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
         return skip_unsupported("no control groups are mounted");
     };
     let own = Cgroup::create(hierarchy).unwrap();
-    // Until the child runs sleep, it's a fork of the shell, and an exec in the middle would end what we scan.
+    // Until the child runs sleep, it's a fork of the shell, whose memory would vanish if the exec came during the scan.
     let script = "sleep 30 & echo $! > $2/cgroup.procs
         until grep -q sleep /proc/$!/comm; do :; done
         echo $$ > $3/cgroup.procs
@@ -160,7 +160,7 @@ fn without_a_scope_the_whole_host_is_shown_with_a_command_that_works() {
     if !can_read_pages() {
         return;
     }
-    // Beside another test's run, another command works, or none.
+    // If another test's run went on, the scan would print another command or none.
     let Some(_ksm) = KsmAtRest::take() else { return };
     // A pid namespace of its own stands for the host.
     let script = r"

@@ -57,7 +57,7 @@ fn whatever_a_selector_names_is_in_scope_or_listed_with_the_reason() {
     assert!(left_out(&scan, stranger.pid()).as_str().unwrap().contains(reason), "{scan}");
 
     assert_fails(&["scan", "pf-upgradde"], 5, "; did you mean --exe pf-upgraded?");
-    // Anybody can call a program so.
+    // We don't suggest the program of this name: anybody can give a program any name.
     assert_fails(&["run", "--dry-run", "--unit", "pf-upgraded"], 5, "; check the spelling");
     for command in ["scan", "run"] {
         assert_fails(
@@ -149,8 +149,8 @@ for at in range(20000): # stacks and guards of threads that did nothing yet
     assert_has(&succeed(&["explain", &pids[0].to_string()]), &[marked, "shared mapping"]);
 }
 
-/// Code that registers the first MiB of a Python object as a buffer of io_uring (io_uring_setup and io_uring_register),
-/// which pins them.
+/// Code that registers the first `mib` MiB of a Python object as a buffer of io_uring (io_uring_setup and
+/// io_uring_register), which pins them.
 fn pinning(object: &str, mib: u64) -> String {
     format!(
         "call = ctypes.CDLL(None, use_errno=True).syscall
@@ -171,7 +171,7 @@ fn memory_beside_pinned_pages_is_promised() {
     if !can_read_pages() {
         return;
     }
-    // `data` and a copy of it, of which a half is pinned; and `data` beside shared memory, all of which is pinned.
+    // `data` beside as much private memory that is pinned, and `data` beside shared memory that is pinned.
     let half = alike(&format!(
         "more = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for page in range(len(more) // 4096):
@@ -200,7 +200,7 @@ for page in range(len(more) // 4096):
 
 #[test]
 fn other_users_of_ksm_are_named_with_what_they_hold() {
-    // On request nobody merges what programs mark themselves.
+    // If we merge on request, nobody merges memory that programs mark themselves.
     if is_on_request() {
         return;
     }

@@ -99,8 +99,8 @@ fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
     });
 }
 
-/// Attacks a victim that holds secret pages, as does its replica. With `other_domain` the attacker is another user's
-/// process.
+/// Attacks a victim. The victim and its replica hold the same secret pages. With `other_domain` the attacker is another
+/// user's process.
 fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Attack {
     let mut random = Random::new(u64::from(std::process::id()) << 8 | round);
     let secrets: Vec<u64> = (0..PAGES).map(|_| random.below(CANDIDATES)).collect();
@@ -177,7 +177,7 @@ struct Seen {
     counters: String,
     /// What pagefold answers to the process's user: exit code, output and errors.
     answers: Vec<(Option<i32>, String, String)>,
-    /// What the kernel answers when the process marks its memory and takes that back, page by page and then as a whole.
+    /// What the kernel answers when the process marks and unmarks its memory, page by page and then as a whole.
     returned: Vec<u64>,
 }
 
@@ -209,7 +209,7 @@ impl Seen {
 
 /// Each of two copies of the attacker's program holds guesses, each beside pages that only the other copy also has. If
 /// a guess at another domain's contents decided whether that memory gets marked, the flag `mg` in its own smaps would
-/// tell the attacker whether the guess was right. Neither may anything else that it can see or ask for.
+/// tell the attacker whether the guess was right. Nothing else that it can see or ask for may tell, either.
 #[test]
 fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     const GUESSES: u64 = 20;

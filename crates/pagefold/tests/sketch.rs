@@ -58,7 +58,7 @@ fn pages(estimate: Estimate) -> u64 {
     whole(estimate.contents)
 }
 
-/// A process of this program with `copies` pages of each of `contents` contents, from `from` on, and pages of zeros.
+/// A process of this program: `contents` contents from number `from` on, `copies` pages of each, and pages of zeros.
 fn holding(program: &ProgramCopy, from: u64, contents: u64, copies: u64, zeros: u64) -> Holder {
     let mut holder = Holder::start_as(program, contents * copies + zeros);
     for copy in 0..copies {

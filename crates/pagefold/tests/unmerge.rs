@@ -149,7 +149,7 @@ fn what_is_excluded_stays_out_after_a_restart_until_it_is_included() {
     assert_eq!((&summary["by_daemon"], &summary["not_kept"]), (&json!(true), &Value::Null));
     daemon.kill();
 
-    // Without a daemon.
+    // Exclude the second process without a daemon.
     let summary = command("exclude", 1);
     assert_eq!(summary["by_daemon"], false);
     assert_eq!(summary["kept_out"], selectors[1].join(" "));

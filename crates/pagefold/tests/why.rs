@@ -192,7 +192,8 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
         // Busybox goes by its name.
         fs::create_dir(folder.path().join(name)).unwrap();
         let copy = folder.path().join(name).join("busybox");
-        // We don't open the copy for writing ourselves: other tests' children would have it open, too, and it couldn't be run.
+        // We don't open the copy for writing ourselves: other tests' children would have it open, too, and then it
+        // couldn't run.
         let copied = std::process::Command::new("cp").arg("/bin/busybox").arg(&copy).status().unwrap();
         copied.success().then_some(())?;
         Some(std::process::Command::new(copy).args(["sleep", "1000"]).spawn().unwrap())
@@ -222,7 +223,7 @@ fn copies_of_the_program_share_no_frame_of_their_own() {
     assert_eq!(one_domain["totals"]["frames_in_common"], with_domains["totals"]["frames_in_common"]);
 }
 
-/// Frames of other trust domains count although we don't read them, and memory that we mustn't look at isn't passed over.
+/// We count frames of other trust domains although we don't read them, and report memory that we mustn't look at.
 #[test]
 fn only_frames_that_were_looked_at_prove_isolation() {
     if !can_read_pages() {
@@ -248,7 +249,7 @@ fn memory_of_two_processes_counts_once() {
         return;
     }
     let mut parent = Holder::with(PAGES, 8 << 40);
-    // It waits for a child that runs in its memory.
+    // The parent waits for a child that runs in the parent's memory.
     parent.ask("sleep");
     wait_until("the child is there", || !children_of(parent.pid()).is_empty());
     let child = children_of(parent.pid())[0];

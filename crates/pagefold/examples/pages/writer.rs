@@ -18,7 +18,7 @@ type Table = (&'static str, &'static [&'static str], &'static [(&'static str, &'
 /// The daemon's page. It's the only one in section 8; the other commands' pages are in section 1.
 const DAEMON: &str = "pagefold-run";
 
-/// Writes a directory with the program's name. Its files have the same paths as below /usr/local.
+/// Writes the files into a directory with the program's name, with the paths that they have below /usr/local.
 pub fn write(directory: &Path, program: Command, tables: &[Table]) -> Result<()> {
     let name = program.get_name().to_owned();
     let share = directory.join(&name).join("share");

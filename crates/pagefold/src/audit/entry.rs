@@ -17,7 +17,7 @@ pub enum Entry {
         pid: u32,
         scope: String,
     },
-    /// A changed configuration has been read, with another scope.
+    /// A reload of the configuration has changed the scope.
     Scope {
         scope: String,
     },
@@ -62,7 +62,7 @@ pub struct Owner {
     pub domain: Option<String>,
 }
 
-/// The most bytes that we keep of a name: users choose their programs' and cgroups' names, of up to 4 KiB.
+/// We keep at most this many bytes of a name: users choose the names of their programs and cgroups, up to 4 KiB long.
 const NAME_BYTES: usize = 256;
 
 fn cut(mut name: String) -> String {
@@ -96,7 +96,7 @@ impl Owner {
 pub struct Change {
     #[serde(flatten)]
     pub owner: Owner,
-    /// The first and the last byte.
+    /// The addresses of the first and the last byte.
     #[serde(serialize_with = "hexadecimal")]
     first: u64,
     #[serde(serialize_with = "hexadecimal")]

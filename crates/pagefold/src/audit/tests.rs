@@ -118,7 +118,7 @@ fn a_line_has_time_process_range_reason_and_result() {
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
 }
 
-/// The log's file. Only works before the first line: then the thread takes the file.
+/// The log's file. Call this before the first line is written, since then the thread takes the file.
 fn file_of(audit: &mut Audit) -> &mut LogFile {
     audit.file.as_mut().unwrap()
 }

@@ -109,7 +109,7 @@ fn check_run(settings: &Settings) -> Result<(), Exit> {
     for selector in settings.scope.spec().0 {
         match selector.resolve(&Roots::default()) {
             Ok(_) | Err(ScopeError::NoCgroup(_)) => {}
-            // The exit code NO_SCOPE would have the service skipped in silence.
+            // With the exit code NO_SCOPE, the unit's ExecCondition= would skip the service without a message.
             Err(error @ ScopeError::UnknownUser(_)) => {
                 return Err(Exit::new(exit::USAGE, explain(&error).to_string()));
             }
@@ -144,7 +144,7 @@ fn contradictions(options: &Options) -> Vec<String> {
     warnings
 }
 
-/// Warnings about names that stand for scripts: a process that runs one has the interpreter as its executable.
+/// Warnings about names of scripts: the executable of a process that runs a script is the interpreter.
 fn scripts(options: &Options) -> Vec<String> {
     let mut warnings = Vec::new();
     let exes = options.exes.iter().flatten().map(String::as_str);

@@ -1,7 +1,7 @@
 //! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and shows what to change if it can't.
 //!
-//! The exit code is the one that `run` would end with if processes were in scope: 0 if it can work, even with notes and
-//! warnings. If `--fix` fails, the exit code is 1.
+//! The exit code is the one that `run` would end with if processes were in scope: 0 if `run` can work, even with notes
+//! and warnings. If `--fix` fails, the exit code is 1.
 
 mod fix;
 
@@ -53,7 +53,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     }
     let mut findings = examine(&roots);
     let mut code = code(&findings);
-    // `run` reads the configuration first, so its refusal overrides the code of other findings.
+    // `run` reads the configuration first. If it refuses that, its exit code counts, whatever else we've found.
     let refusal = match Settings::of(&RunArgs::default()) {
         Err(exit) => Some(("config", "pagefold does not start with such a configuration", exit)),
         Ok(settings) if code == exit::OK => {
@@ -146,7 +146,7 @@ impl Doctor<'_> {
         })
     }
 
-    /// The findings as text: what has been restored before, the verdict, and then the findings, the worst first.
+    /// The text: the knobs that we restored, the verdict, and then the findings, the worst first.
     fn text(&self, fixed: Option<&Fixed>, coloured: bool) -> String {
         let mut ordered: Vec<&Finding> = self.findings.iter().collect();
         ordered.sort_by_key(|finding| Reverse(finding.severity));

@@ -76,7 +76,7 @@ impl EnableArgs {
         Err(Exit::new(exit::USAGE, line))
     }
 
-    /// Whether this is the configuration file, by any path. A link to it isn't: it has other drop-ins.
+    /// Whether `file` is the configuration file, by any path. A link to that file isn't, since it has other drop-ins.
     fn is_file(&self, file: &Path) -> bool {
         let place =
             |file: &Path| Some((absolute(file).ok()?.parent()?.canonicalize().ok()?, file.file_name()?.to_owned()));
@@ -110,7 +110,7 @@ struct Outcome {
     /// How many processes the daemon leaves alone, and the reason for the first.
     left_alone: usize,
     reason: Option<String>,
-    /// How many of these are out of scope, and how many have no memory left to unmark.
+    /// Of the processes left alone: how many are out of scope, and how many have no memory left to unmark.
     out_of_scope: usize,
     unmerged: usize,
     /// One of the processes, to suggest `pagefold explain`.
@@ -263,7 +263,7 @@ fn change(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Res
 }
 
 /// Writes the list and makes the daemon read it. Returns the scope in force, `None` if no daemon is running. If the
-/// daemon refuses the list, we write the former one again, and dropping `file` removes what it has created.
+/// daemon refuses the list, we write the former one again, and dropping `file` removes the files that it has created.
 fn reload(args: &EnableArgs, file: &mut EnabledFile, list: Vec<Selector>) -> Result<Option<ScopeSpec>> {
     let former = file.list.clone();
     let scope = file.set(list)?;
@@ -363,8 +363,8 @@ fn wait_for_saving(pids: &[i32]) -> Result<Outcome> {
     }
 }
 
-/// Waits until the daemon has unmerged these processes, which are out of scope now. The daemon may have left some of
-/// them alone before for another reason, with merged memory, so at first only the reason "out of scope" counts.
+/// Waits until the daemon has unmerged these processes, which are out of scope now. It may have left some alone before,
+/// with merged memory, for another reason. So at first only the reason "out of scope" counts.
 fn wait_for_unmerging(pids: &[i32]) -> Result<Outcome> {
     let began = Instant::now();
     while !pids.is_empty() {

@@ -114,7 +114,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
         [Selector::Pid(pid)] => pid,
         _ => {
             let selectors = Selectors::of(&spec).map_err(|error| scope::explain(&error))?;
-            // The daemon refuses only a scope that nothing matches.
+            // Each selector must match a process. The daemon only refuses if none does.
             args.scope.resolve()?;
             let explanation: workload::Explanation = ask(&Request::Workload(selectors))?;
             output::print(args.json, &explanation, |style| workload::describe(&explanation, style))?;
@@ -127,7 +127,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
     print(args.json, &explanation)
 }
 
-/// How to have a process merged that's left alone as a whole: words to print after the reason.
+/// Tells how to have a process merged that we leave alone as a whole. The words come after the reason.
 fn way_in(explanation: &Explanation) -> Result<String> {
     let Some(why) = &explanation.left_alone else { return Ok(String::new()) };
     let found = resolve(&ScopeSpec::of_pids([explanation.pid]), &Roots::default())?;
@@ -206,7 +206,7 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
 
 /// Explains a process from the daemon's facts.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
-    // If the targets are Xen guests, `target.pid` is a guest's domain ID, and no process's.
+    // If the targets are Xen guests, `target.pid` is a guest's domain ID and not a pid.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
     let Some(target) = target else { return Ok(begun(facts, pid)) };
     let process = Process::open(pid).map_err(|error| look_with_ps(&error))?;

@@ -85,8 +85,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     daemon.run(left_alone)
 }
 
-/// How many contents the index may hold. It may take half of our own memory limit, and a 64th of the machine's memory:
-/// more than three times as much as for the contents of all its pages.
+/// How many contents the index may hold. It may take half of our own memory limit, but no more than a 64th of the
+/// machine's memory. Even if the contents of all the machine's pages differ, they take less than a third of that 64th.
 fn contents_most(roots: &Roots) -> io::Result<usize> {
     let limit = own_limit(&roots.proc, &roots.cgroup)?;
     let total = total_of(&roots.proc)?;
@@ -129,9 +129,9 @@ fn host(
     Ok(host)
 }
 
-/// Refuses a command line with a selector that matches no process, or that selects only processes that we must leave
-/// alone, as that's most likely a mistake. A configuration file may select processes that start later. Returns the
-/// processes that we leave alone.
+/// Refuses a command line if a selector matches no process, or if we must leave alone all selected processes: most
+/// likely that's a mistake. A configuration file may select processes that start later. Returns the processes that we
+/// leave alone.
 fn check_scope(args: &RunArgs, settings: &Settings, mut bounds: Bounds) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
     let resolve = if waits { resolve } else { resolve_each };

@@ -172,7 +172,7 @@ fn scan(args: &ScanArgs) -> Result<ScanReport> {
         let bytes = Bytes(bytes_of(figures.savable));
         savable.push(Savable { bytes, cgroups: process.scoped.cgroups.limiting_dirs() });
     }
-    // On request, the copies stay where there's headroom.
+    // If we merge on request, we choose which copies stay, namely those where there's headroom.
     if !Path::new(DEVICE).exists() {
         let memory = total_of(Path::new("/proc")).context("cannot read /proc/meminfo")?;
         report.without_headroom_bytes = without_headroom(&savable, memory).0;

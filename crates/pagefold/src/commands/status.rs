@@ -289,8 +289,8 @@ impl Status {
         Some(format!("about {}", time(seconds)))
     }
 
-    /// When the work at hand will be done, in words. Until something is saved we say so of the first saving, which comes in
-    /// the course of it, if any.
+    /// When the work at hand will be done, in words. Until something is saved, we call this the time of the first
+    /// saving, which comes by then if at all.
     pub fn forecast(&self) -> Option<String> {
         let is_first = self.memory.saved_bytes == Some(0) && !self.run.dry_run;
         let event = if is_first { "first saving within" } else { "done in" };
@@ -346,7 +346,7 @@ impl Programs {
         self.left_out.iter().find(|row| row.reason == reason).map_or(0, |row| row.processes)
     }
 
-    /// How many processes we look at, also if we leave them alone now.
+    /// How many processes we look at. One that we leave alone now counts if we have regions of it.
     pub fn looked_at(&self) -> usize {
         self.processes.iter().filter(|row| row.regions > 0 || row.left_alone.is_none()).count()
     }

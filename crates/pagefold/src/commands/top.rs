@@ -44,7 +44,7 @@ use std::time::{Duration, Instant};
 const INTERVAL: Duration = Duration::from_secs(1);
 /// The most programs that `--once` prints.
 const ROWS_MOST: u16 = 1_000;
-/// The rows of the screen that aren't programs.
+/// How many rows of the screen show anything other than programs.
 const OTHER_ROWS: u16 = 11;
 /// The rows of the history that `--once` prints.
 const HISTORY_ROWS: usize = 13;

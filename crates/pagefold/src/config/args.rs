@@ -39,7 +39,7 @@ pub struct RunArgs {
 /// Parses a time. A number alone is in seconds.
 ///
 /// # Errors
-/// It's not a time.
+/// The text isn't a time.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let time = match text.parse() {
         Ok(seconds) => Ok(Duration::from_secs(seconds)),

@@ -1,6 +1,6 @@
 //! Parses the configuration file: TOML with the sections and keys of the table of options.
 //!
-//! It does no I/O: text in, options out. Callers read the files and combine them with the command line.
+//! The parser does no I/O: text in, options out. Callers read the files and combine them with the command line.
 
 use crate::config::options::{OptionSpec, Options, SECTIONS, Section, all};
 use crate::config::values::Allowed;
@@ -10,7 +10,7 @@ use toml::de::{DeString, DeTable, DeValue};
 
 /// We cut the problem and the advice in an error message to this many characters each, because they may quote the file.
 const PART_MOST: usize = 300;
-/// Every second letter of a key may be wrong, as we list all keys anyway.
+/// When we look for a misspelt key, one letter in this many may be wrong. We list all keys anyway.
 const LETTERS: usize = 2;
 
 /// Keys that have moved to `[tuning]`, by their former section. The next release won't read them there any more.

@@ -35,7 +35,8 @@ pub struct EnabledFile {
     _lock: Option<Lock>,
 }
 
-/// The files and directories that we've created, the oldest first. Dropping this removes them ([`EnabledFile::keep`]).
+/// Files and directories that we've created, oldest first. Dropping this removes them, except after
+/// [`EnabledFile::keep`].
 #[derive(Debug, Default)]
 struct Created(Vec<PathBuf>);
 
@@ -236,7 +237,7 @@ mod tests {
         refused.set(Vec::new()).unwrap();
         drop(refused);
         assert!(!dir.path().join("pagefold").exists());
-        // If the list can't be undone, it stays valid.
+        // A list that wasn't undone stays in force.
         drop(enable());
         assert_eq!(scope(&main), "--exe a");
         let mut refused = EnabledFile::read(&main).unwrap();

@@ -109,7 +109,7 @@ pub fn with_descendants(pid: Arg) -> Arg {
 /// Parses a pid.
 ///
 /// # Errors
-/// It's not a number above 0.
+/// The text isn't a number above 0.
 pub fn pid(text: &str) -> Result<i32, String> {
     match text.parse() {
         Ok(pid @ 1..) => Ok(pid),
@@ -242,12 +242,12 @@ pub fn hint(error: &ScopeError) -> Option<String> {
     }
 }
 
-/// The selector that was meant by one that matches nothing: the same name of another kind, or a similar one of this kind.
+/// What a selector that matches nothing probably meant: the same name of another kind, or a similar name of this kind.
 fn meant(kind: &str, name: &str) -> Option<String> {
     if (kind, name) == ("exe", "all") {
         return Some("all processes are --all".to_owned());
     }
-    // Everybody can call a program by any name, so a program's isn't what was meant by another kind's.
+    // For a name of another kind we never suggest a program: anybody can give a program any name.
     let kinds = ["unit", "vm", "container", "pod"];
     if let Some(other) = kinds.into_iter().find(|&other| other != kind && running(other).contains(name)) {
         return Some(format!("try --{other} {name}"));
@@ -281,7 +281,7 @@ pub fn running_programs() -> BTreeSet<String> {
     names
 }
 
-/// If this path is a script's: why it selects no process, and the ways that do.
+/// If this path leads to a script: why it selects no process, and what would.
 pub fn script_hint(path: &str) -> Option<String> {
     let interpreter = interpreter_of(Path::new(path))?;
     Some(format!("{path} is a script, run by {interpreter}; select it by --unit, --container, --cgroup or --user"))

@@ -190,7 +190,7 @@ pub fn deny_list(in_file: &Options, flags: &DenyFlags) -> DenyList {
 }
 
 /// `[deny]` and `[domains]` of the default file. They hold even if a scope on the command line replaces the rest of the
-/// file: whoever denied a program or set domains apart meant every run.
+/// file: an administrator who denies a program or separates domains means every run.
 fn bounds_of_file() -> Result<Options, Exit> {
     let default = Path::new(DEFAULT_FILE);
     if !has_layers(default) {

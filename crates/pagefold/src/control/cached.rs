@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const AGE_LEAST: Duration = Duration::from_secs(1);
 /// We cache a text for at most this long.
 const AGE_MOST: Duration = Duration::from_secs(10);
-/// Between these bounds, we cache a text for so long that making texts takes at most one part in this many of a core.
+/// Between these bounds, we cache a text for this many times the CPU time that making it took.
 const CORE_PART: u32 = 1_000;
 
 pub struct Cached {

@@ -49,7 +49,7 @@ pub struct Facts {
     /// The selectors of processes that users have excluded, and of processes that they've included again although an
     /// earlier selector excludes them.
     pub kept_out: KeptOut,
-    /// The cgroups whose limits leave too little headroom for copies of all merged pages, or none for more merging.
+    /// The cgroups whose limits leave too little headroom for copies of all merged pages, or none to merge more.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
     /// Xen's own figures, if the targets are Xen guests. Then pids are guest numbers.

@@ -47,8 +47,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at `path`. We replace a socket that nobody listens at, or with `supersede` any socket. Members of the
-    /// group `readers` may ask for the status, if this process may give the socket to that group.
+    /// Serves at `path`. We replace a socket that nobody listens on. With `supersede` we replace any socket. Members of
+    /// the group `readers` may ask for the status, if this process may give the socket to that group.
     ///
     /// # Errors
     /// Another process listens, or we can't create the socket safely.
@@ -133,8 +133,8 @@ struct Connection {
 struct Connections(Arc<Mutex<Vec<Connection>>>);
 
 impl Connections {
-    /// Adds a connection, unless there are too many already. Members of the group can't use up root's connections, nor
-    /// one member the other members'.
+    /// Adds a connection, unless there are too many already. Members of the group can't use up root's connections, and
+    /// no member can use up the other members'.
     fn admit(&self, connection: Connection) -> bool {
         let mut all = locked(&self.0);
         let uid = connection.uid;

@@ -91,7 +91,7 @@ impl Worker {
             .args([memory.common, memory.zero, memory.own].map(|pages| pages.to_string()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // A process group of its own keeps Ctrl-C from it: we end our workers ourselves.
+            // In a process group of its own, the worker gets no Ctrl-C: we end our workers ourselves.
             .process_group(0)
             .spawn()
             .context("cannot start a worker")?;

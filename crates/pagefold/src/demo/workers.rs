@@ -15,7 +15,7 @@ const COMMON_MIB: u64 = 76;
 /// Each worker's own data and zero pages, MiB. With the common data, 768 MiB in all.
 const OWN_AND_ZERO_MIB: [(u64, u64); 6] = [(28, 16), (36, 8), (44, 12), (32, 20), (52, 8), (40, 16)];
 
-/// So much memory must stay free while the workers run, MiB.
+/// This much memory must stay free while the workers run, MiB.
 const MARGIN_MIB: u64 = 256;
 
 /// The number of workers, and the divisor of their full size.

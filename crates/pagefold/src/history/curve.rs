@@ -2,7 +2,7 @@
 
 use super::Moment;
 
-/// Of older moments, we only have one for each quarter of an hour. In seconds.
+/// A day in seconds. Of moments older than this, we only have one for each quarter of an hour.
 const DAY: u64 = 86_400;
 /// The longest gap between two moments of the same run, seconds: in the last day, and before that.
 const STEP_MOST: [u64; 2] = [190, 1_900];

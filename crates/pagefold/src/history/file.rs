@@ -57,7 +57,7 @@ impl HistoryFile {
         }
     }
 
-    /// Replaces a file that isn't a history of ours, but not if reading it only failed for a passing reason.
+    /// Replaces a file that isn't a history of ours. Keeps it if reading only failed for a passing reason.
     fn replace_unless_passing(&self, why: &io::Error) -> String {
         let shown = ownership::shown(&self.0.path);
         if matches!(why.raw_os_error(), Some(libc::EIO | libc::ENOMEM | libc::EMFILE | libc::ENFILE)) {

@@ -90,7 +90,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
         );
         assert!(times(&path, DAY, NOW).is_empty());
     }
-    // Whoever names something else at the start doesn't mean to lose it.
+    // If somebody names a file with other contents at the start, we mustn't overwrite that file.
     let refused = |why: &str| {
         let error = HistoryFile::open(&path).unwrap_err();
         assert!(error.code == exit::USAGE && error.line.contains(why), "{error}");
@@ -102,7 +102,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     fs::remove_file(&path).unwrap();
     symlink(&victim, &path).unwrap();
     refused("is not a regular file");
-    // During a run we replace it, and don't follow it.
+    // During a run we replace the link instead of following it.
     let said = file.write(&moment(NOW)).unwrap_err();
     assert!(said.contains("is a symbolic link; pagefold begins a new one"), "{said}");
     assert_eq!(fs::read(&victim).unwrap(), whole);

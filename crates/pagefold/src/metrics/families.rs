@@ -14,7 +14,7 @@ use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
 
-/// A metric. For the manual, we list its labels here: a status may have no values that show them.
+/// A metric. We list its labels for the manual, since a status may lack the values that would show them.
 pub struct Family {
     pub name: &'static str,
     pub kind: Kind,
@@ -37,7 +37,7 @@ const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> 
     Family { name, kind: Kind::Counter, labels: &[], help, values }
 }
 
-/// The most workloads that a metric names, so that a host where they come and go doesn't flood the database.
+/// A metric names at most this many workloads, so that a host where workloads come and go doesn't flood the database.
 const WORKLOADS_MOST: usize = 20;
 const GOVERNORS: [Governor; 4] = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
 const ROOM_STATES: [RoomState; 3] = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];

@@ -236,7 +236,7 @@ mod tests {
         }
     }
 
-    /// The relative luminance (WCAG 2) of the colour `name` of the style sheet, in a theme.
+    /// The relative luminance (WCAG 2) of the style sheet's colour `name` in a theme.
     fn luminance(theme: &str, name: &str) -> f64 {
         let (_, rest) = theme.split_once(&format!("--{name}: #")).unwrap();
         let digits: String = rest.chars().take_while(char::is_ascii_hexdigit).collect();

@@ -124,8 +124,8 @@ impl Keeper {
         step
     }
 
-    /// Drops the sketches of workloads with processes that we now leave alone, if for that reason we also mustn't use
-    /// pages that we read earlier.
+    /// Drops the sketches of workloads with processes that we now leave alone, unless the reason still lets us use the
+    /// pages that we read before.
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let mut targets: Vec<_> = host.targets().collect();
         targets.retain(|target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks));
@@ -140,7 +140,7 @@ impl Keeper {
     }
 
     /// Starts a workload over, without the processes that we leave alone. We do this once per pass, after all other
-    /// workloads, so that a process that we leave alone from time to time delays no other workload.
+    /// workloads, since a process that we leave alone from time to time mustn't delay other workloads.
     fn begin_again(&mut self, host: &LiveHost) {
         let Some(reading) = self.reading.take() else { return };
         self.kept.remove(reading.id());

@@ -3,15 +3,15 @@
 use super::*;
 use serde_json::Value;
 
-/// Without these reads a run may go on silently: it lists processes each time (loadavg), keeps the last value
+/// If one of these reads fails, a run may go on silently: it lists processes each time (loadavg), keeps the last value
 /// (schedstat, vmstat), or doesn't read pages that may be merged (kpageflags).
 const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
 
 /// Reads that `pagefold unmerge` makes.
 const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
 
-/// From which repetition on a read should fail, so that this is in the middle of a quick run. `None` if a run makes
-/// this read only once.
+/// The read should fail from this repetition on, which comes in the middle of a quick run. `None` if a run makes the
+/// read only once.
 fn middle(read: &str) -> Option<u32> {
     Some(match read {
         "read:cgroup"

@@ -4,7 +4,7 @@ use super::*;
 use pagefold_testkit::injection::Victim;
 use std::time::{Duration, Instant};
 
-/// Whether a thread of it waits for the lock.
+/// Whether one of the victim's threads waits for the lock.
 fn is_stuck(victim: &Victim) -> bool {
     tids(victim.pid()).iter().any(|&tid| state(tid) == b'D')
 }

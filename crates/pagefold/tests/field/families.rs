@@ -85,8 +85,8 @@ fn equal_memory_that_workers_wrote_themselves_counts_as_saved() {
     ksm.end(daemon, &pids);
 }
 
-/// Masters run as root and workers as another user, or only one of them is in scope for another reason. Whoever is out of
-/// scope keeps the frames that all share.
+/// Masters run as root and workers as another user, or only one of them is in scope for another reason. The processes
+/// out of scope keep the frames that all share.
 #[test]
 fn families_with_members_out_of_scope_are_promised_nothing_and_left_alone() {
     const SECONDS: Duration = Duration::from_secs(8);

@@ -30,7 +30,7 @@ fn guests_that_were_swapped_out_are_merged_again() {
     let (before, reclaim) = (vmstat("pswpout"), Reclaim::start(&limited));
     wait_until("half of them is swapped out", || vmstat("pswpout") - before > MIB_EACH * PAGES_PER_MIB / 2);
     drop(reclaim);
-    // This reads all of it, and so swaps it in.
+    // This reads all memory, and so swaps it in.
     assert!(guests.iter_mut().all(Holder::is_intact));
     println!("{} MiB saved when all is swapped in", saved_mib(unmerged, &pids));
     assert_saves(unmerged, &pids, least_mib, 120);

@@ -24,7 +24,7 @@ impl Service {
         self.start_by(&mut Command::new("java"), heap_mib, collector)
     }
 
-    /// As [`Self::start`], with marks from the start, as `pagefold exec` sets them.
+    /// Like [`Self::start`], but `pagefold exec` marks all memory from the start.
     fn start_marked(&self, heap_mib: u64, collector: &str) -> Script {
         self.start_by(Command::new(program()).args(["exec", "--", "java"]), heap_mib, collector)
     }
@@ -74,8 +74,8 @@ fn heaps_of_jvms_touched_in_advance_stay_merged() {
     ksm.end(daemon, &pids);
 }
 
-/// The 99th percentiles of how late the services' threads wake up while their heaps are merged, microseconds. We take
-/// the median of the services.
+/// How late the services' threads wake up while their heaps are merged, microseconds: the 99th percentile of each
+/// service, and the median of these.
 fn pauses(services: &mut [Script; SERVICES]) -> u64 {
     let mut pauses = services.each_mut().map(|service| {
         service.say("pauses");
@@ -226,13 +226,13 @@ impl Drop for Gunicorn {
     }
 }
 
-/// gunicorn #3178 and #1640, frappe #21474: what the workers of one master share by fork exists again in another
-/// family, and garbage collection gives each worker copies of its own.
+/// gunicorn #3178 and #1640, frappe #21474: two masters hold the same model, which their workers share by fork, and
+/// garbage collection gives each worker copies of its own.
 #[test]
 #[ignore = "long; make field runs it"]
 fn gunicorns_keep_one_model_when_their_workers_are_replaced() {
     const MODEL_MIB: u64 = 160;
-    /// Of some 473 MiB that they hold without merging.
+    /// The servers may hold this much after merging, of some 473 MiB before.
     const MERGED: u64 = 315 * MIB;
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(cgroup) = Cgroup::of_any_version() else { return };

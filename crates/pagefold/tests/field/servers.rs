@@ -59,8 +59,8 @@ impl Redis {
 const KEYS: u64 = 24 << 10;
 const DATA_MIB: u64 = KEYS / 1_024;
 
-/// redis #1823 and #8974: a child of the server writes a snapshot while the server goes on. Meanwhile, each written page
-/// is copied, but only those.
+/// redis #1823 and #8974: a child of the server writes a snapshot while the server goes on. Meanwhile only written
+/// pages are copied.
 #[test]
 #[ignore = "long; make field runs it"]
 fn redis_saves_a_right_snapshot_of_merged_memory_and_copies_only_what_is_written() {
@@ -130,11 +130,11 @@ fn backends_share_their_caches_beside_shared_buffers() {
 }
 
 /// elasticsearch #97975, ClickHouse #5369: a search server with nearly as many mappings as the kernel allows. Marking
-/// parts of its heap must not take the last ones.
+/// parts of its heap must not use up the mappings that are left.
 #[test]
 #[ignore = "long; make field runs it"]
 fn a_server_close_to_the_limit_of_mappings_can_still_map() {
-    /// So many parts of each heap have copies elsewhere, with others between them.
+    /// This many parts of each heap have copies elsewhere. Parts without copies lie between them.
     const PARTS: u64 = 30;
     const PART_MIB: u64 = 2;
     const PART: u64 = PART_MIB * PAGES_PER_MIB;
@@ -165,7 +165,7 @@ fn a_server_close_to_the_limit_of_mappings_can_still_map() {
     let pids = pids_of(&servers);
     let unmerged = held(&pids);
     let daemon = run(&pids);
-    // The others have each other.
+    // The other two servers can still merge with each other.
     assert_saves(unmerged, &pids, PARTS * PART_MIB * 95 / 100, 60);
     std::thread::sleep(Duration::from_secs(10));
     println!("{} MiB saved, {} mappings", saved_mib(unmerged, &pids), mappings());

@@ -12,7 +12,7 @@ const UNMARKED_WITHIN: Duration = Duration::from_secs(5);
 
 /// The kinds of victims: some hold their memory map's lock for reading, and others get no CPU time.
 const LOCKED_OR_LATE: &[&str] = &["reading", "late"];
-/// These stop neither during a long call nor while it waits.
+/// These don't stop during a long system call, not even while the call waits.
 const CALLING: &[&str] = &["calling"];
 
 struct Hostile {
@@ -31,7 +31,7 @@ impl Hostile {
         };
         let own = Cgroup::create("unified").expect("cgroup version 2");
         if kinds == CALLING {
-            // They wait all the longer, and slow down nobody else by computing.
+            // With little weight they wait longer for a CPU, and take little of it from others.
             throttled.set("cpu.shares", "2");
         } else {
             // All threads in this cgroup together get a thousandth of a core.

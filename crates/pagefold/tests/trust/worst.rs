@@ -19,7 +19,7 @@ fn victims(kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
     victims_of(&[], kinds, group)
 }
 
-/// As [`victims`], of the user in `options`.
+/// Like [`victims`], but run by the user in `options`.
 fn victims_of(options: &[&str], kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
     let start = |kind: &&str| {
         Victim::try_start(&[&["stalling", kind], options].concat()).inspect(|victim| group.add(victim.pid()))

@@ -50,7 +50,7 @@ impl Fixed {
         lines
     }
 
-    /// [`Self::lines`] if we've restored a knob or failed to. Nothing otherwise.
+    /// [`Self::lines`] if we've restored a knob, or tried and failed. Otherwise nothing.
     pub fn news(&self) -> Vec<String> {
         match self {
             Self::Done(done) if !done.restored.is_empty() || self.is_unfinished() => self.lines(),

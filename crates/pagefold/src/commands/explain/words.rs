@@ -149,7 +149,7 @@ fn done(region: &RegionState, facts: &Facts) -> String {
     }
 }
 
-/// Why the run merges nothing, even if it's worth merging. `None` if the run merges.
+/// Why the run merges nothing, not even memory that's worth merging. `None` if the run merges.
 fn not_driven(facts: &Facts) -> Option<String> {
     if facts.run.dry_run {
         return Some("this is a dry run".to_owned());
@@ -263,7 +263,7 @@ fn headline(explanation: &Explanation) -> String {
     format!("{who}: {} in {regions}, {marked} {would}, {duplicate}.{paused}", human(explanation.resident_bytes))
 }
 
-/// How much of some memory is duplicate, and for how much we don't know yet.
+/// How much of this memory is duplicate, and how much we haven't sampled enough to tell.
 pub fn known_duplicate(memory: MemoryTotal, of: &str) -> String {
     let expected = human(memory.expected_bytes);
     match memory.unknown_bytes {

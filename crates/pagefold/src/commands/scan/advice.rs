@@ -24,7 +24,7 @@ const NAMES_MOST: usize = 8;
 /// is running, this is `enable`, or `None` if `enable` wouldn't help.
 pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Option<String> {
     let spec = if report.is_host { self::scope(report)? } else { scope.spec() };
-    // Without root we can't read the lock, and so assume that none is running.
+    // Without root we can't read the lock, and so assume that no pagefold is running.
     if !preflight::is_running() {
         return Some(format!("pagefold run {spec}{deny}"));
     }
@@ -34,7 +34,7 @@ pub fn command(report: &ScanReport, scope: &ScopeArgs, deny: &DenyFlags) -> Opti
     } else {
         report.looked_at().map(|row| row.pid).collect()
     };
-    // `enable` changes the default file, so it works if the daemon has its scope from there.
+    // `enable` adds to the default file, so it only works if the daemon takes its scope from there.
     let file = Settings::from(&RunArgs::default(), Some(Path::new(DEFAULT_FILE)));
     let can_enable = *deny == DenyFlags::default() && file.is_ok_and(|file| file.scope.to_string() == status.run.scope);
     beside(&status, &spec, &pids, can_enable)
@@ -51,15 +51,15 @@ fn beside(status: &Status, spec: &ScopeSpec, pids: &BTreeSet<i32>, can_enable: b
     Some(format!("pagefold enable {spec}"))
 }
 
-/// The scope of the program with the most savable memory: its name if that selects enough of it, else its workload or
-/// its processes. We try out each scope, so that the command works as printed.
+/// The scope of the program with the most savable memory: its name if that selects enough of the memory, else its
+/// workload or its processes. We try out each scope, so that the command works as printed.
 pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     let rows = largest_program(report);
     scopes_of(&rows).into_iter().find(|spec| selects(spec, &rows))
 }
 
 /// After a scan of the whole host: the command that merges a program across several workloads. Their owners may differ,
-/// and would share memory, so we print the command only on the condition that they trust each other.
+/// and would share memory, so we print the command for the case that they trust each other.
 pub fn across_workloads(report: &ScanReport) -> Option<String> {
     let rows = largest_program(report);
     let mut spec = ScopeSpec::default();

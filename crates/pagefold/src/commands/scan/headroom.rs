@@ -6,7 +6,7 @@ use pagefold_procmem::headroom::limits_of;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The least part of a limit that a run leaves free: half of the least reserve.
+/// A run leaves at least one part in this many of a limit free: half of the smallest reserve.
 const FREE_PART: u64 = 40;
 
 /// The savable memory of one process, and the cgroups that may limit it.
@@ -15,8 +15,8 @@ pub struct Savable<'a> {
     pub cgroups: Vec<&'a Path>,
 }
 
-/// How much of the savable memory has no headroom, at least, on a machine with `memory`. A limit on all of it needs
-/// none, and neither does one that's above the machine's memory.
+/// At least this much of the savable memory has no headroom. Two kinds of limits need none: one that applies to all of
+/// the savable memory, and one that's as large as `memory`, the machine's memory, or larger.
 pub fn without_headroom(processes: &[Savable<'_>], memory: Bytes) -> Bytes {
     let mut below: BTreeMap<&Path, u64> = BTreeMap::new();
     let mut all = 0;

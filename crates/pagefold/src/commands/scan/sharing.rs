@@ -7,7 +7,7 @@ use pagefold_engine::units::index;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// The most workloads that we show: so many columns fit a phone.
+/// We show at most this many workloads: a phone has no room for more columns.
 const SHOWN: usize = 6;
 
 /// The page contents that we've read, and the workloads that hold them.

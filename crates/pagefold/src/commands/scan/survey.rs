@@ -3,7 +3,7 @@
 //!
 //! We walk the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). This gives us
 //! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork only
-//! once, among the pages of its first holder, and not at all if processes map it that are out of scope or left alone.
+//! once, among the pages of its first holder, and never if a process out of scope or left alone maps it.
 
 use super::reader::ScanReader;
 use super::why::cause::{Cause, Causes};
@@ -27,8 +27,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The reason to leave out memory that processes which we can't merge share through fork: they'd keep its frames, so
-/// merging it would save nothing.
+/// Why we leave out memory that's shared through fork with processes that we can't merge: they'd keep the frames, so
+/// merging would save nothing.
 const SHARED_WITH_OUTSIDERS: &str = "shared through fork with processes out of scope or left alone";
 
 #[derive(Debug, Default)]
@@ -71,9 +71,9 @@ pub struct Surveyed {
     pub domain: DomainKey,
     /// If we look for causes: the memory that we can't examine, by reason.
     pub unseen: Vec<LeftOut>,
-    /// How many pages are pinned, without those that may be in memory that KSM can't merge anyway.
+    /// At least this many of the pinned pages are in memory that KSM can merge.
     pinned: Pages,
-    /// The kernel doesn't say which pages are pinned, so we take this part of all mergeable memory for pinned.
+    /// The kernel doesn't say which pages are pinned, so we assume that this part of all mergeable memory is.
     pub pinned_part: f64,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
@@ -86,7 +86,7 @@ pub struct Surveyed {
 }
 
 impl Surveyed {
-    /// Whether we couldn't look at all of the process's frames.
+    /// Whether some or all of the process's frames remain unexamined.
     pub fn is_unexamined(&self) -> bool {
         self.refused.is_some() && (self.gone || !self.only_frames)
     }
@@ -233,7 +233,7 @@ impl Survey {
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
         surveyed.refused = bounds.exclusion(&surveyed.scoped)?;
-        // To see whether trust domains share frames, we look at those of all domains, but don't read them.
+        // To see whether trust domains share frames, we look at all domains' frames, but don't read their contents.
         surveyed.only_frames = with_causes && matches!(surveyed.refused, Some(Exclusion::OtherDomain { .. }));
         if surveyed.refused.is_none() || surveyed.only_frames {
             if let Some(same) = self.same_memory(process)? {
@@ -407,7 +407,7 @@ impl Survey {
         Ok(())
     }
 
-    /// Leaves out the frames that processes out of reach keep, given by process and region.
+    /// Leaves out frames that processes out of reach keep. `kept` has their numbers, by process and region.
     fn exclude_kept(&mut self, kept: BTreeMap<u32, BTreeMap<u32, f64>>) {
         for (number, frames_by_region) in kept {
             let excluded = &mut self.processes[number as usize].excluded;
@@ -482,8 +482,8 @@ struct JointPage {
     is_file: bool,
 }
 
-/// Finds the pages of one mapping. Finds file pages only if `with_file`. With `only_frames`, reads none, whatever happens to
-/// them meanwhile.
+/// Finds the pages of one mapping, and file pages only if `with_file`. With `only_frames`, we never read a page, even
+/// if it changes meanwhile.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,

@@ -1,8 +1,8 @@
 //! `pagefold scan --why`: divides all memory of processes, and says why some of it isn't shared.
 //!
 //! We take two censuses of one sample: the first counts duplicates in all memory, as if KSM could merge all of it, the
-//! second only in mergeable memory. The difference is the duplicates out of KSM's reach. Figures are in frames, each
-//! divided among the pages that map it. But merged memory is in pages, and shared memory in frames that sharing saves.
+//! second only in mergeable memory. The difference is the duplicates out of KSM's reach. Figures count frames, each
+//! divided among the pages that map it. But merged memory counts pages, and shared memory saved frames.
 
 pub mod cause;
 pub mod pair;
@@ -43,7 +43,7 @@ pub struct WhyReport {
     /// Frames that several trust domains map, if there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub frames_between_domains: Option<CommonFrames>,
-    /// Processes, and mappings of others, whose frames we couldn't look at.
+    /// The processes and the memory (theirs, and single mappings of others) whose frames we couldn't look at.
     pub unexamined_processes: usize,
     pub unexamined_bytes: u64,
     /// The causes that occur, with the settings that would remove them.
@@ -63,7 +63,7 @@ pub struct Row {
     pub mergeable_duplicate_bytes: u64,
     pub mergeable_unique_bytes: u64,
     pub out_of_reach: Vec<OutOfReach>,
-    /// How much sharing frames already saves: through fork, and by mapping the same file.
+    /// How much memory shared frames already save: frames shared through fork, and by mapping the same file.
     pub shared_by_fork_bytes: u64,
     pub shared_by_file_bytes: u64,
     pub unknown: Vec<Unknown>,

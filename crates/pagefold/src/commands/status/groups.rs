@@ -1,6 +1,6 @@
 //! Processes summed up: by the selector that brought them into scope, and by the reason why we leave them alone.
 //!
-//! The sums become metrics with labels, so there are only few. A label's text is pagefold's or the administrator's own.
+//! The sums become metrics with labels, so we keep them few. Only pagefold and the administrator choose a label's text.
 
 use crate::control::queue::Facts;
 use pagefold_engine::state::MemoryTotal;

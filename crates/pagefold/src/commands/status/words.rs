@@ -185,7 +185,7 @@ fn turned_away(status: &Status) -> Option<String> {
     Some(format!("{more} left out: too many of one user or cgroup, or of the daemon's open files"))
 }
 
-/// The number of trust domains, and which of them ksmd merges. `None` if there's only one, and we don't leave it alone.
+/// The number of trust domains, and which of them ksmd merges. `None` if there's only one and we merge it.
 fn domains(status: &Status) -> Option<String> {
     let rows = &status.programs.domains;
     if rows.len() < 2 && rows.iter().all(|row| !row.left_alone) {
@@ -209,7 +209,7 @@ fn domains(status: &Status) -> Option<String> {
     ))
 }
 
-/// We say when we counted the saving if that's at least so many seconds ago.
+/// If we counted the saving at least this many seconds ago, we say when.
 const SHOWN_AGE: f64 = 3.0;
 
 fn headline(status: &Status) -> String {
@@ -288,7 +288,7 @@ fn ksm(status: &Status) -> String {
     }
 }
 
-/// Colours the text by whether this kind of memory is worth merging, isn't, or isn't known yet.
+/// Colours the text by kind of memory: worth merging, not worth merging, or not known yet.
 pub fn paint(kind: Kind, text: &str, style: Style) -> String {
     match kind {
         Kind::StaticallyDuplicated => style.good(text),

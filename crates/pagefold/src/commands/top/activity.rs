@@ -8,7 +8,7 @@ use pagefold_text::figures::time;
 use pagefold_text::style::{human, percent};
 use std::cmp::Ordering;
 
-/// We compare savings and cost with the figures of this long ago, seconds.
+/// We compare savings and cost with the figures of this many seconds ago.
 const BEFORE: f64 = 60.0;
 /// We don't mention less CPU time than this, nanoseconds.
 const LITTLE_NS: u64 = 20_000_000;

@@ -19,10 +19,10 @@ use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, Table
 
 /// The smallest readable screen: columns and rows.
 const SMALLEST: (u16, u16) = (40, 12);
-/// The width of the bars at the top of the screen, and what we leave of it before we drop words.
+/// The width of the bars at the top of the screen, and their least width: if less is left, we use a shorter text.
 const BAR: usize = 24;
 const BAR_LEAST: usize = 8;
-/// The width of what stands before and beside such a bar.
+/// The width of a bar's name, brackets and spaces.
 const BESIDE_BAR: usize = 10;
 const CURVE_ROWS: u16 = 3;
 /// The width of the bar in a row of the table.
@@ -190,7 +190,7 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     say(frame, doing, &text, style);
 }
 
-/// The first of these texts, the longest first, that leaves room for a bar, or the last.
+/// The longest of these texts that leaves room for a bar, or else the last. The texts are sorted from long to short.
 fn longest_beside_bar(texts: &[String], room: usize) -> &str {
     let fits = |text: &&String| text.chars().count() + BAR_LEAST <= room;
     texts.iter().find(fits).or(texts.last()).map_or("", String::as_str)

@@ -1,4 +1,4 @@
-//! Why memory is out of KSM's reach or of pagefold's, and who decides that.
+//! Why memory is out of KSM's or pagefold's reach, and who decides that.
 
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_procmem::maps::VmaDetail;
@@ -77,7 +77,7 @@ impl Cause {
         Self::Copies,
     ];
 
-    /// The cause if the mapped file turns out to be in memory.
+    /// The cause that replaces this one if the mapped file turns out to be in memory (as on a tmpfs).
     #[must_use]
     pub fn in_memory(self) -> Self {
         match self {
@@ -92,7 +92,7 @@ impl Cause {
         matches!(self, Self::SharedMemory | Self::SharedFile | Self::PageCache | Self::Tmpfs)
     }
 
-    /// Whether we read the contents. Programs keep keys in memory that they wipe on fork.
+    /// Whether we read the contents. We don't if they're wiped on fork, since programs keep keys there.
     pub fn is_read(self) -> bool {
         self != Self::WipeOnFork
     }

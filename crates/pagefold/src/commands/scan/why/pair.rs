@@ -2,8 +2,8 @@
 //!
 //! We read both programs' mappings in blocks of 64 pages. If a page differs, we look for the same page anywhere in the
 //! other program's pages that we've read, and for the same bytes, at any shift, in the other program's block. To find
-//! shifted bytes we index some 16-byte windows, namely those whose hash ends in zeros. That depends only on the bytes, so
-//! we choose the same windows in both copies.
+//! shifted bytes we index some 16-byte windows, namely those whose hash ends in zeros. The hash depends only on the
+//! bytes, so we choose the same windows in both copies.
 
 use super::super::reader::ScanReader;
 use super::cause::{Cause, Causes};
