@@ -1,7 +1,7 @@
 //! `/proc/kpagecgroup`: the inode number of the memory cgroup that each frame is charged to. Needs root.
 //!
-//! Frames stay charged to a cgroup after its removal. For them the kernel shows the nearest ancestor that still exists
-//! (`page_cgroup_ino`, mm/memcontrol.c), whose limit applies to them.
+//! Frames stay charged to a cgroup after its removal. The kernel then shows the nearest ancestor that still exists
+//! (`page_cgroup_ino`, mm/memcontrol.c), and its limit applies to them.
 
 use super::kpageflags::KpageFlags;
 use std::collections::HashSet;
@@ -10,13 +10,13 @@ use std::io;
 use std::os::unix::fs::{DirEntryExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// How many cgroups we look up, at most: the given one and its descendants.
+/// We look up at most this many cgroups: the given one and its descendants.
 const CGROUPS_MOST: usize = 16_384;
 
 /// The frames charged to one cgroup and its descendants.
 #[derive(Debug)]
 pub struct Charges {
-    /// The reader of kpageflags fits: kpagecgroup has one word per frame, too.
+    /// We read kpagecgroup like kpageflags, because it has one word per frame, too.
     words: KpageFlags,
     cgroups: HashSet<u64>,
 }
@@ -46,7 +46,7 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     inodes.insert(fs::metadata(dir)?.ino());
     let mut left: Vec<PathBuf> = vec![dir.to_owned()];
     while let Some(dir) = left.pop() {
-        // If we can't list a directory, somebody has just removed it, or nested cgroups until its path was too long. We
+        // We can't list a directory that somebody has just removed, or one nested so deep that its path is too long. We
         // must still count the frames of the other cgroups.
         let Ok(entries) = fs::read_dir(&dir) else { continue };
         for entry in entries.map_while(Result::ok) {

@@ -38,8 +38,8 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     (0..whole).map(move |number| Vpn::of_address(first + number * bytes))
 }
 
-/// Collapses extents of a process within its memory limits. Returns how many it collapsed. For other processes this
-/// needs CAP_SYS_NICE.
+/// Collapses extents of a process if its memory limits leave enough. Returns how many it collapsed. Needs CAP_SYS_NICE
+/// for processes other than ours.
 ///
 /// # Errors
 /// If we can't read the process. Extents that the kernel refuses to collapse stay as they are.
@@ -72,8 +72,8 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
 mod tests {
     use super::*;
 
-    /// Aligned extents of this process's memory. We don't advise huge pages, so khugepaged leaves them alone if it
-    /// waits for advice (`madvise`).
+    /// Aligned extents of this process's memory. We don't advise huge pages, so khugepaged leaves the extents alone if
+    /// it's set to `madvise`.
     struct Memory {
         at: *mut u8,
         extents: usize,

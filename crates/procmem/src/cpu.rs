@@ -6,7 +6,7 @@ use crate::os::cpu;
 /// CPU time of all threads of a process, including ended ones, nanoseconds (`schedstat` covers the first thread only).
 pub fn process_cpu_ns(process: &Process) -> Result<u64, ReadError> {
     match cpu::process_cpu_ns(process.pid()) {
-        // The clock is found by pid, which may have been reused, so we check that our process is still alive.
+        // The kernel finds the clock by pid, which may have been reused, so we check that our process is still alive.
         Some(ns) if process.is_alive() => Ok(ns),
         _ => Err(ReadError::Vanished { pid: process.pid() }),
     }

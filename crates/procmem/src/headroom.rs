@@ -45,7 +45,7 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
     least_of(&cgroups, proc_root, cgroup_root).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
 }
 
-/// The headroom by the tightest limit. If we can't read a limit, that's an error, and doesn't mean that there's none.
+/// The headroom by the tightest limit. If we can't read a limit, we return an error rather than assume there's none.
 fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
     let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
     for Limit { limit, left } in limits_on(cgroups, cgroup_root)? {
@@ -110,8 +110,8 @@ pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((mount, dir))
 }
 
-/// The file of each limit, and the file of the usage that counts against it. Version 1 can limit memory and swap
-/// together, and then swapping out frees nothing.
+/// The file of each limit, and the file of the usage that counts against it. If version 1 limits memory and swap
+/// together, swapping out frees nothing.
 const LIMITS: [(&str, &str); 4] = [
     ("memory.max", "memory.current"),
     (THROTTLES, "memory.current"),
@@ -131,11 +131,11 @@ pub struct Limit {
     pub left: Bytes,
 }
 
-/// The limits of a cgroup that leave the least.
+/// The tightest limits of a cgroup: the ones with the least left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TightestLimits {
     pub of_all: Limit,
-    /// Of those above which the kernel kills.
+    /// The tightest of the limits above which the kernel kills.
     pub kills: Option<Limit>,
 }
 
@@ -179,8 +179,8 @@ fn tighter(known: Option<Limit>, other: Limit) -> Limit {
     known.filter(|known| known.left <= other.left).unwrap_or(other)
 }
 
-/// How much more swap the processes below a cgroup may use; `None` if that has no limit. Version 1 limits memory and
-/// swap together.
+/// How much more swap a cgroup and the ones below it may use; `None` if the cgroup has no limit. Version 1 limits
+/// memory and swap together.
 pub fn swap_left(dir: &Path) -> io::Result<Option<Bytes>> {
     const SWAP_LIMITS: [(&str, &str); 2] =
         [("memory.swap.max", "memory.swap.current"), ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")];

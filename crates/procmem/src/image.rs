@@ -33,8 +33,8 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
 /// zero. We don't ask the executable, whose file system may not answer.
 ///
 /// A program can replace the vector (PR_SET_MM), but not the end of its address space, which is below 4 GiB for a
-/// 32-bit program. So if the vector looks like one, we read the page map there: that returns nothing beyond the end
-/// (`pagemap_read`, fs/proc/task_mmu.c), and takes no lock. Only a forger's mmap lock is ever waited for.
+/// 32-bit program. So if the vector looks like a 32-bit one, we read the page map at 4 GiB. Beyond the end this returns
+/// nothing and takes no lock (`pagemap_read`, fs/proc/task_mmu.c). So we may only wait for a forger's mmap lock.
 pub fn is_32_bit(process: &Process, below: &str) -> bool {
     const BEYOND: u64 = (1 << 32) / PAGE_BYTES * 8;
     let auxv = process.read_file(&format!("{below}auxv")).unwrap_or_default();
@@ -61,8 +61,8 @@ impl ProgramId {
     }
 }
 
-/// The effective user: the owner of the directory in /proc, even of a non-dumpable process (`task_dump_owner`,
-/// fs/proc/base.c).
+/// The effective user. We take the owner of the directory in /proc, which is this user even if the process isn't
+/// dumpable (`task_dump_owner`, fs/proc/base.c).
 pub fn effective_user(process: &Process) -> io::Result<u32> {
     Ok(rustix::fs::fstat(process)?.st_uid)
 }

@@ -17,7 +17,7 @@ impl FrameFlags {
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
-    /// The page is anonymous, shared memory, or of a tmpfs, rather than of a file on disk.
+    /// The page is anonymous, or belongs to shared memory or a tmpfs, rather than to a file on disk.
     pub const fn swap_backed(self) -> bool {
         self.0 & (1 << 14) != 0
     }
@@ -86,8 +86,8 @@ impl KpageFlags {
         Ok(Self { file: File::open(path)?, scratch: Vec::new(), order: Vec::new() })
     }
 
-    /// Looks up frames and calls `visit` with the position of each in `frames` and its flags, by ascending frame. We
-    /// read frames that are equal or close together with one call.
+    /// Looks up the flags of frames. Calls `visit` by ascending frame, with the frame's position in `frames` and its
+    /// flags. Reads frames that are equal or close together with one call.
     pub fn look_up(
         &mut self,
         frames: impl IntoIterator<Item = u64>,
@@ -110,7 +110,7 @@ impl KpageFlags {
             let length = usize::try_from(last - first + 1).unwrap_or(1);
             self.scratch.clear();
             self.scratch.resize(length, 0);
-            // Frames beyond the end of memory have no flags: a short read leaves zeros.
+            // Frames beyond the end of memory have no flags: the read ends early, and zeros remain.
             fault::io("read:kpageflags")?;
             pread_words(&self.file, &mut self.scratch, first * 8)?;
             for &(frame, position) in &rest[..near] {

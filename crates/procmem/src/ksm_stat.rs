@@ -38,7 +38,7 @@ impl KsmStat {
         Pages(self.zero_kib / 4)
     }
 
-    /// Kernels differ in the fields, and in whether their keys end with a colon.
+    /// The fields differ between kernels, and some kernels end the keys with a colon.
     pub fn parse(text: &[u8]) -> Self {
         let zero_pages: u64 = number(text, "ksm_zero_pages").unwrap_or(0);
         Self {

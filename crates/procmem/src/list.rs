@@ -13,9 +13,9 @@ pub fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadE
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()))
 }
 
-/// The processes of root, or of the user that runs us, whose command name is one of `names`, by pid. Anybody can give a
-/// process a name, also a set-user-ID program that waits for a password, but others can't write KSM's settings. Nor can
-/// a container's root, whose sysfs is read-only, so processes in pid namespaces of their own don't count.
+/// The processes whose command name is one of `names`, by pid. All their user IDs must be root's or our own user's:
+/// anybody can name a process, even a set-user-ID program that waits for a password, but others can't write KSM's
+/// settings. Nor can a container's root, whose sysfs is read-only, so we skip processes in pid namespaces of their own.
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
     let mut found: Vec<(i32, String)> = Vec::new();
     for pid in pids(proc_root)? {

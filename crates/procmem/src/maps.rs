@@ -46,8 +46,8 @@ impl Vma {
     }
 
     /// Cuts off the part of the mapping below `end`, where the mapping listed before it ends. The kernel prints the
-    /// list in pieces (`m_start` in fs/proc/task_mmu.c). A mapping that grew downwards, or was merged with its
-    /// neighbour, between two pieces begins inside the part that we've already read.
+    /// list in pieces (`m_start` in fs/proc/task_mmu.c). If a mapping grows downwards, or is merged with its neighbour,
+    /// between two pieces, it begins inside the part that we've already read.
     fn above(mut self, end: u64) -> Result<Self, &'static str> {
         if self.end <= end {
             return Err("a mapping ends before the one above it");
@@ -83,8 +83,8 @@ impl VmFlags {
         Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
     }
 
-    /// The flags without the mark (`mg`), and without soft-dirty (`sd`): the kernel also joins mappings that differ in
-    /// that.
+    /// The flags without the mark (`mg`) and without soft-dirty (`sd`): the kernel joins mappings even if only one of
+    /// them is soft-dirty.
     fn before_mark(mut self) -> Self {
         for bit in [*b"mg", *b"sd"].into_iter().filter_map(Self::bit) {
             self.0[bit / 64] &= !(1 << (bit % 64));
@@ -151,7 +151,7 @@ pub struct VmaDetail {
     /// Size of the mapping before marks split it: the bytes of this one and of its neighbours that differ only in the
     /// mark.
     pub original_bytes: u64,
-    /// How much of the mapping is pinned for I/O, at least.
+    /// At least this much of the mapping is pinned for I/O.
     pub pinned_kib: u64,
 }
 
@@ -166,7 +166,7 @@ impl VmaDetail {
         self.pinned_kib * 8 > self.rss_kib * 7
     }
 
-    /// Whether this mapping and `next` would be one if both were marked or both unmarked.
+    /// Whether this mapping and `next` would be one if their flags were equal.
     pub fn continues(&self, next: &Self) -> bool {
         let a = &self.vma;
         let b = &next.vma;
@@ -239,8 +239,8 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 /// (`vm.max_map_count`), with names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
 /// We list this many of the other mappings (shared memory, and private ones with no page written) one by one, and add
-/// up the rest. At most half of the listed ones are empty. Search servers map tens of thousands of files, and each
-/// thread has a guard page.
+/// up the rest. At most half of the listed ones have no present pages. Search servers map tens of thousands of files,
+/// and each thread has a guard page.
 const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -421,9 +421,9 @@ pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
 }
 
 /// Sets `pinned_kib` of each mapping. The kernel doesn't say which pages are pinned. But pinned pages are present: if
-/// more pages are pinned than all other mappings have present, the excess is in this mapping. The same holds for all
-/// large private mappings together, such as the memory modules of a guest: if nearly all of them is pinned, we take all
-/// of it for pinned.
+/// more pages are pinned than all other mappings have present, the excess is in this mapping. We also apply this to all
+/// large private mappings together, such as the memory modules of a guest: if nearly all of their pages are pinned, we
+/// count them all as pinned.
 fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
     let is_large = |detail: &VmaDetail| {
         !detail.vma.perms.shared && detail.vma.inode == 0 && detail.vma.end - detail.vma.start >= GUEST_RAM_AT_LEAST
@@ -471,11 +471,10 @@ impl Details {
         if self.mergeable > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
     }
 
-    /// Call this once all lines of the last mapping are read. Drops the mapping unless `keep` wants it, and counts it
-    /// otherwise.
+    /// Call this after adding all lines of a mapping. Counts the mapping, or drops it if `keep` doesn't want it.
     fn settle_last(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
         let Some(last) = self.found.pop().filter(keep) else { return };
-        // An empty part belongs to the mapping before it if only the mark differs.
+        // An empty part belongs to the mapping before it if only their flags differ, as after marking.
         let is_part = self.found.last().is_some_and(|before| before.can_be_merged() && before.continues(&last));
         let others = self.found.len() - self.mergeable;
         let is_empty = last.rss_kib == 0 && last.hugetlb_kib == 0;

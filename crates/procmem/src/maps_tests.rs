@@ -190,7 +190,7 @@ fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
     assert_eq!(pinned(16), [(12, false), (0, false)]);
     assert_eq!(pinned(34), [(30, true), (2, false)]);
     assert_eq!(pinned(99), [(32, true), (4, true)]);
-    // A mapping of huge pages, of which some are present, and one of a device.
+    // A mapping of hugetlb pages, some of them present, and a device's mapping.
     let beside = |huge_kib: u64| {
         let more = format!(
             "10000-90000 rw-s 0 0:1 1\nRss: 0 kB\nShared_Hugetlb: {huge_kib} kB\nPrivate_Hugetlb: 16 kB\nVmFlags: rd sh ht\n\

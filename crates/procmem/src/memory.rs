@@ -62,7 +62,7 @@ pub struct ReadHow {
     pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
-    /// No memory of the process is marked, so pages that look merged are fork-shared. This matters on kernels whose
+    /// No memory of the process is marked, so pages that look merged are fork-shared. Matters on kernels whose
     /// kpageflags calls every anonymous page merged (Linux 6.12, see
     /// [`shows_merged`](super::kpageflags::shows_merged)).
     pub unmarked: bool,
@@ -136,9 +136,9 @@ impl Files {
     }
 
     /// Checks that an earlier process_vm_readv has read the right process and program. The call takes a thread's ID,
-    /// which may have been reused, or belong to another program after exec. Neither has happened if the thread isn't
-    /// reaped by now, its address space still exists, and the process still runs the same program: after an exec,
-    /// processes that shared the address space (CLONE_VM) still have it.
+    /// which may have been reused, or belong to another program after an exec. So the thread mustn't be reaped yet, its
+    /// address space must still exist, and the process must run the same program. The address space alone proves
+    /// nothing: others may share it (CLONE_VM) and keep it after the exec.
     fn check(&self, process: &Process, how: ReadHow) -> Result<(), ReadError> {
         let read = fault::io("read:oom_score_adj").and_then(|()| self.liveness.read_at(&mut [0; 8], 0));
         read.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
@@ -186,7 +186,7 @@ impl PageReader {
     }
 
     /// Like [`Self::read_runs`], but we don't read the pages: `digest` gets runs of adjacent pages, and fills in their
-    /// digests. A page for which it fills in none counts as absent.
+    /// digests. A page that's left without a digest counts as absent.
     ///
     /// # Errors
     /// The errors of [`Self::read_runs`] and of `digest`.
@@ -220,8 +220,8 @@ impl PageReader {
         Ok(unmerged)
     }
 
-    /// Calls `visit` for every merged page of the runs, with its frame. With `lone`, includes merged pages that nobody
-    /// else maps any more.
+    /// Calls `visit` for every merged page of the runs, with its frame. If `lone` is set, this includes merged pages
+    /// that nobody else maps any more.
     pub fn merged_frames(
         &mut self,
         process: &Process,
@@ -311,7 +311,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Whether a frame is of shared memory or of a tmpfs, rather than of a file on disk.
+    /// Whether a frame belongs to shared memory or a tmpfs, rather than to a file on disk.
     pub fn is_swap_backed(&mut self, frame: u64) -> io::Result<bool> {
         let mut is = false;
         if let Some(frames) = &mut self.frames {
@@ -399,8 +399,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Finds or opens the files of a process and returns their index. Closes files of an address space from before an
-    /// exec.
+    /// Returns the index of a process's files, and opens them if needed. Files from before an exec are closed.
     fn hold(&mut self, process: &Process) -> Result<usize, ReadError> {
         if let Some(at) = self.files.iter().position(|files| files.is_of(process)) {
             if self.files[at].pagemap.is_live()? {
@@ -432,8 +431,8 @@ struct FoundFrame {
 }
 
 impl FoundFrame {
-    /// `None` if the page is, by its page table entry, neither merged nor shared through fork nor the zero page. With
-    /// `lone` we include pages that nobody else maps, which may be merged.
+    /// `None` if the page table entry rules out that the page is merged, shared through fork or the zero page. With
+    /// `lone` we include pages that nobody else maps, because they may be merged.
     fn of(page: u64, entry: PagemapEntry, lone: bool) -> Option<Self> {
         let exclusive = entry.exclusive();
         if !entry.present() || entry.file_or_shared() || exclusive && !lone {

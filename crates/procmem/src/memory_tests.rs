@@ -108,7 +108,7 @@ fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
     let written = |page: usize| page % 7 != 3;
     (0..1000).filter(|&page| written(page)).for_each(|page| memory.fill(page));
     let first = memory.first();
-    // Runs longer than a batch, out of order, overlapping, of single pages, empty, with small and large gaps.
+    // Runs longer than a batch, runs that overlap or aren't in order, single pages, an empty run, small and large gaps.
     let runs: Vec<(Vpn, u32)> =
         [(0, 700), (990, 10), (5, 1), (7, 1), (3, 0), (100, 16), (130, 16), (110, 40), (0, 1000)]
             .iter()

@@ -234,8 +234,8 @@ impl Process {
         Stat::parse(&bytes).map_err(|what| self.malformed(file, what))
     }
 
-    /// A thread that hasn't ended, the same one as the last time if possible; 0 if we find none. Only a tracer can make
-    /// ended threads stay, so it's enough to look at a few.
+    /// A thread that hasn't ended, if possible the one that we found last; 0 if we find none. Threads that have ended
+    /// stay only if a tracer keeps them, so it's enough to look at a few.
     fn living_thread(&self) -> i32 {
         let is_alive = |tid: i32| self.stat_at(&format!("task/{tid}/stat")).is_ok_and(|stat| !stat.has_ended());
         let last = self.tid();

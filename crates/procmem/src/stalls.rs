@@ -1,10 +1,9 @@
-//! Keeps track of stalled processes, in which a read of ours, or an attempt to make a call, doesn't return. Also limits
-//! the time that such attempts take.
+//! Keeps track of stalled processes: our read of the process, or our attempt to make a call in it, doesn't return. Also
+//! limits the time that such attempts take.
 //!
-//! We can't end a thread of ours that waits for such a process. So for each process one thread waits at most, and we
+//! We can't end a thread of ours that waits for such a process. So at most one thread waits for each process, and we
 //! try the process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in
-//! all and for the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other
-//! processes.
+//! all and for the processes of one user or one cgroup. So no user or cgroup can keep us from trying other processes.
 //!
 //! The injector serves one process at a time. So the processes of one user, or of one cgroup, may take one second of
 //! its time at once, and a sixth of its time from then on.
@@ -39,14 +38,14 @@ const TIME_SHARE: u32 = 6;
 /// This much of a request's time is free, because an ordinary request takes as much on a busy machine.
 const FREE: Duration = Duration::from_millis(20);
 
-/// Attempts to make a system call in a process. Pauses last 10 s at most, because on an overloaded machine any program
-/// is late, and because the call may be to unmark a secret.
+/// Attempts to make a system call in a process. Pauses last 10 s at most: on an overloaded machine any program is late,
+/// and the call may be about to unmark a secret.
 pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
 /// Reads of a process's memory and mappings.
 pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
-/// The injector's time that requests for calls take.
+/// The injector's time that we spend on requests for calls.
 pub static REQUESTS: TimeShares = TimeShares::new(FREE, Duration::MAX);
-/// The main loop's time that its passes over the targets take.
+/// The main loop's time that we spend on passes over the targets.
 pub static PASSES: TimeShares = TimeShares::new(Duration::ZERO, BURST.saturating_mul(2));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,13 +170,13 @@ impl Register {
     }
 }
 
-/// A thread's time that the processes of each user and cgroup have taken.
+/// How much of a thread's time the processes of each user and cgroup have taken.
 #[derive(Debug)]
 pub struct TimeShares {
     spent: Mutex<Spent>,
     /// This much of each request is free.
     free: Duration,
-    /// By how much a user or cgroup can exceed its part of the time at most.
+    /// We count at most this much time in excess of a user's or cgroup's part.
     excess_most: Duration,
 }
 
@@ -191,12 +190,12 @@ impl TimeShares {
         self.excess(origin, now) <= BURST
     }
 
-    /// How far the user or the cgroup has exceeded its part of the time: whichever has by more.
+    /// By how much the user or the cgroup has exceeded its part of the time; the larger excess counts.
     pub fn excess(&self, origin: Origin, now: Instant) -> Duration {
         locked(&self.spent).excess(origin, now)
     }
 
-    /// Records that a process has taken this long. `origin` is from before, because the process may have ended
+    /// Records that a process has taken this much time. Find out `origin` before, because the process may end
     /// meanwhile.
     pub fn charge(&self, origin: Origin, took: Duration, now: Instant) {
         let took = took.saturating_sub(self.free);
@@ -206,8 +205,8 @@ impl TimeShares {
     }
 }
 
-/// For each user or cgroup: how far it had exceeded its part of the time, and when. The excess shrinks by
-/// 1/[`TIME_SHARE`] of the time that passes.
+/// For each user or cgroup: by how much it had exceeded its part of the time, and when that was. Since then, the excess
+/// has shrunk by 1/[`TIME_SHARE`] of the time that has passed.
 #[derive(Debug)]
 struct Spent(BTreeMap<Share, (Duration, Instant)>);
 
@@ -245,7 +244,8 @@ pub enum Share {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     /// The user who made the process's user namespace, because one user may have many user IDs inside a namespace. If
-    /// root made it, the namespace. `None` for root's own processes: they're many, so only their cgroups count.
+    /// root made it, the namespace itself. Without a namespace, the process's user. `None` for root's own processes:
+    /// they're many, so only their cgroups count.
     pub user: Option<Share>,
     /// Equal for all processes that hide their cgroups by paths of over 4 KiB. `None` in the root cgroup, where every
     /// user's processes may be.
@@ -271,8 +271,8 @@ impl Origin {
     }
 }
 
-/// The share of the cgroups in the text of `/proc/PID/cgroup`. Whoever has a delegated cgroup can make others below it,
-/// so only the beginning of a path counts.
+/// The share of the cgroups in the text of `/proc/PID/cgroup`. Only the beginning of a path counts, because whoever has
+/// a delegated cgroup can make others below it.
 fn cgroup_share(text: &[u8]) -> Option<Share> {
     let mut hash = DefaultHasher::new();
     let mut is_root = true;
@@ -285,9 +285,9 @@ fn cgroup_share(text: &[u8]) -> Option<Share> {
     if is_root { None } else { Some(Share::Cgroup(hash.finish())) }
 }
 
-/// How many levels of a cgroup's path only root usually creates: a slice and the unit or container in it, or in
-/// Kubernetes everything down to a pod's container. Below user.slice they're only two, because users can begin as many
-/// sessions as they like.
+/// How many levels at the beginning of a cgroup's path usually only root creates: a slice and the unit or container in
+/// it, or in Kubernetes everything down to a pod's container. We count only two below user.slice, because users can
+/// begin as many sessions as they like.
 fn roots_levels(line: &[u8]) -> usize {
     let mut names = line.split(|&byte| byte == b'/').skip(1);
     match names.clone().next() {
@@ -299,7 +299,7 @@ fn roots_levels(line: &[u8]) -> usize {
     2.max(slices + 1)
 }
 
-/// The user namespace directly below our own that contains a process: its owner, if known, and its inode.
+/// Of the user namespaces that contain a process, the one directly below our own: its owner, if known, and its inode.
 fn user_namespace(process: &Process) -> Option<(Option<u32>, u64)> {
     const NS_GET_PARENT: libc::Ioctl = 0xb702;
     const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;

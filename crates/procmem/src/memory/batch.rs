@@ -73,7 +73,7 @@ pub(super) struct Batch {
     /// Page table entries; also the buffer for walks of a range.
     pub(super) entries: Vec<u64>,
     pub(super) ranges: Vec<PageRange>,
-    /// Positions of slots to look up in kpageflags, later of slots to read.
+    /// Positions of slots: first the ones to look up in kpageflags, later the ones to read.
     wanted: Vec<u16>,
     local: Vec<IoRange>,
     remote: Vec<IoRange>,

@@ -7,12 +7,12 @@
 //! readers wait in the same way (`exec_update_lock`).
 //!
 //! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names
-//! take a second. The caller waits for a short time, and then goes on without the result. It waits even less if the job
-//! sleeps and earlier jobs have just used up the time that it grants to sleeping jobs. The thread ends when its job
-//! returns, or with the process. A job is stuck when it makes no progress for [`LIMIT`]. Two things count as progress:
-//! the job reports each part of a long list that it has read ([`advance`]), and the thread uses CPU time. The kernel
-//! walks the page tables of a large mapping in one read, 10 ns per page, but a thread that waits for a lock or a page
-//! uses no CPU time.
+//! take a second. The caller waits for a short time, and then goes on without the result. While a job sleeps, the
+//! caller waits only as long as its budget for sleeping jobs lasts, which earlier jobs may have used up. The thread
+//! ends when its job returns, or with the process. A job is stuck when it makes no progress for [`LIMIT`]. Two things
+//! count as progress: the job reports each part of a long list that it has read ([`advance`]), and the thread uses CPU
+//! time. The kernel walks the page tables of a large mapping in one read, 10 ns per page, but a thread that waits for a
+//! lock or a page uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
-/// How long we wait for a job. A thread also has a budget of this size for waiting while its jobs sleep: these waits
-/// are taken from the budget, and 1/[`REGAINED`] of the time that passes is added.
+/// How long we wait for a job. Also each thread's budget for waiting while its jobs sleep: such waits use it up, and it
+/// grows again by 1/[`REGAINED`] of the time that passes.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
 /// How often a waiting caller checks whether the job sleeps. Also the shortest wait.
@@ -57,7 +57,7 @@ struct Signs {
     /// The job's thread; 0 before it begins.
     tid: AtomicI32,
     clock: OnceLock<libc::clockid_t>,
-    /// Whether the job is waiting for somebody other than the process that it's about.
+    /// Whether the job is waiting for somebody other than its target process.
     is_elsewhere: AtomicBool,
 }
 
@@ -168,7 +168,7 @@ pub struct Job<T> {
 }
 
 impl<T: Send + 'static> Job<T> {
-    /// Starts the job on the reading thread, which takes some 10 us more than calling it.
+    /// Starts the job on the reading thread. That takes some 10 us more than to run it on this thread.
     pub fn start(job: impl FnOnce() -> T + Send + 'static) -> Self {
         let alive = Arc::new(());
         let signs = Arc::new(Signs::default());
@@ -184,7 +184,7 @@ impl<T: Send + 'static> Job<T> {
     }
 
     /// Waits up to `most` for the result, but while the job sleeps, only until this thread's budget is used up. Gives
-    /// the job back if there is no result, also if the job panicked or couldn't be started.
+    /// the job back if it isn't done by then, or has panicked, or couldn't be started.
     pub fn wait(self, most: Duration) -> Result<T, Self> {
         let began = Instant::now();
         loop {

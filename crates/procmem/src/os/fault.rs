@@ -2,7 +2,7 @@
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point the process kills
 //! itself with SIGKILL, or the read or write fails with the named error, or never returns (`=hang`). `@3` means from
-//! the third passage on. Only test builds have this: it needs debug assertions and the feature `faults`, which
+//! the third time on. Only test builds have this: it needs debug assertions and the feature `faults`, which
 //! pagefold-testkit enables. Everywhere else the points do nothing. pagefold-testkit's `faults.rs` lists the points.
 
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
 #[derive(Debug)]
 struct Fault {
     point: String,
-    /// The fault happens from this passage of the point on, counted from 1.
+    /// The fault happens each time that the process passes the point, beginning with this one, counted from 1.
     from: u64,
     effect: Effect,
     passed: AtomicU64,
@@ -34,8 +34,8 @@ enum Effect {
     Hang,
 }
 
-/// Reads the environment variable that says what should fail. Otherwise the first [`point`] reads it, and allocates
-/// memory, which may not be allowed there.
+/// Reads the environment variable that says what should fail. Call this before a [`point`] that mustn't allocate: else
+/// the first point reads the variable, and allocates.
 pub fn init() {
     faults();
 }

@@ -53,7 +53,7 @@ impl MemoryMonitor {
             let zram = self.swaps.read(parse_zram_free)?.unwrap_or_default();
             swap_free = swap_free.saturating_sub(Pages(zram.0 / 2));
         }
-        // Once ZFS is unloaded, its file is still open, but reading it fails.
+        // If ZFS is unloaded, we still have its file open, but can't read it any more.
         if let Ok(Some(shrinkable)) = self.arcstats.read(|text| Ok(arc::shrinkable(text))) {
             available += Pages(shrinkable / PAGE_BYTES);
         }

@@ -14,8 +14,8 @@ use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::thread::set_no_new_privs;
 use thiserror::Error;
 
-/// Capabilities for reading other processes. The daemon keeps these, and the additional ones below for what it's asked
-/// to do. For KSM's files it only needs to be the user root.
+/// Capabilities for reading other processes. The daemon keeps these and, if its options need them, the additional ones
+/// below. For KSM's files it only needs to be the user root.
 pub const READING: [Capability; 3] = [
     // Page tables and memory: PTRACE_MODE_READ and PTRACE_MODE_ATTACH.
     Capability::CAP_SYS_PTRACE,

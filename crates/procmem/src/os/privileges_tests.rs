@@ -70,7 +70,7 @@ fn reads(process: &Process, page: Vpn) -> bool {
     read.is_ok() && seen
 }
 
-/// With all three capabilities we can read a process of another user. Without any one of them something fails.
+/// All three capabilities together let us read a process of another user. If any one is missing, something fails.
 #[test]
 #[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn each_kept_capability_is_needed() {

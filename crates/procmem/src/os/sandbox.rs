@@ -1,7 +1,7 @@
 //! Takes away what our own process doesn't need any more: system calls by a seccomp filter, files by Landlock.
 //!
-//! Both hold for the calling thread and the threads that it starts, and can't be undone. A tracer under a seccomp
-//! filter may not suspend its targets' filters, so a process without one must start the injector. A thread under
+//! Both hold for the calling thread and the threads that it starts, and can't be undone. The injector must be started
+//! by a process without a seccomp filter: under one, a tracer may not suspend its targets' filters. A thread under
 //! Landlock can read no other process. docs/privileges.md says what stays possible.
 
 use std::io;
@@ -33,7 +33,7 @@ const FORBIDDEN: &[libc::c_long] = &[
     libc::SYS_adjtimex, libc::SYS_clock_adjtime, libc::SYS_sethostname, libc::SYS_setdomainname,
 ];
 
-/// A call that's allowed only if the masked low half of an argument has this value.
+/// We allow the call only if the low half of this argument, after masking, has this value.
 struct Condition {
     call: libc::c_long,
     argument: u32,
@@ -108,7 +108,7 @@ fn load(offset: u32) -> libc::sock_filter {
     instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0)
 }
 
-/// Compares, and skips `if_true` instructions if that holds, else `if_false`.
+/// Compares with `value`. Skips `if_true` instructions if the comparison holds, else `if_false`.
 fn compare(how: u32, value: u32, if_true: u8, if_false: u8) -> libc::sock_filter {
     instruction(libc::BPF_JMP | how | libc::BPF_K, value, if_true, if_false)
 }

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::thread;
 
-/// An error that none of the calls has otherwise.
+/// An error that none of these calls returns otherwise.
 const REFUSED: i32 = libc::ENOTNAM;
 
 /// Makes a call with these arguments, and returns the error. The last arguments are invalid, in case the call isn't
@@ -28,7 +28,7 @@ fn forbidden_calls_are_refused_and_a_daemon_can_work() {
         set_no_new_privs(true).unwrap();
         install(&mut filter(REFUSED)).unwrap();
         for &call in FORBIDDEN {
-            // If the call weren't refused, some of them would go on in a child.
+            // If the filter let them through, some of these calls would go on in a child.
             let error = error_of(call, &[]);
             if error != REFUSED {
                 eprintln!("call {call}: {error}");
@@ -53,7 +53,7 @@ fn forbidden_calls_are_refused_and_a_daemon_can_work() {
             assert_eq!(error_of(call, &[argument, 0]), REFUSED, "call {call} of {argument}");
         }
         assert!(Command::new("true").spawn().is_err());
-        // Signal 0 is none.
+        // Signal 0 only checks whether we may send signals.
         assert_eq!(error_of(libc::SYS_kill, &[own, 0]), 0);
         assert_eq!(error_of(libc::SYS_socket, &[i64::from(libc::AF_UNIX), 1, 0]), 0);
         assert!(thread::spawn(|| File::open("/proc/1/stat").is_ok()).join().unwrap());
@@ -72,7 +72,7 @@ fn forbidden_calls_are_refused_and_a_daemon_can_work() {
 fn under_landlock_files_and_other_processes_are_out_of_reach() {
     let other = OwnedChild(Command::new("sleep").arg("60").spawn().unwrap());
     let other = i64::from(other.pid());
-    // The kernel makes its check for reading a process, and then can't write the answer.
+    // The kernel first checks whether we may read the process. Only then does it fail to write the answer.
     let look = move || error_of(libc::SYS_get_robust_list, &[other]);
     let mut open = File::open("/proc/self/stat").unwrap();
     assert_eq!(look(), libc::EFAULT);
