@@ -2,8 +2,8 @@
 
 use pagefold_procmem::process::ReadError;
 
-/// To see whether a process maps and unmaps all the time, we read its size this many times in a row, which takes some
-/// 400 us.
+/// We read a process's size this many times in a row, which takes some 400 us, to see whether it maps and unmaps all
+/// the time.
 const SIZE_READS: u32 = 256;
 /// A process maps and unmaps all the time if its size shrinks this many times during these reads: some 5,000 times a
 /// second. Growing proves nothing.
@@ -11,8 +11,8 @@ const SHRINKS: u32 = 2;
 /// One positive check isn't enough: a program that starts, or frees a few buffers, shrinks as often for a moment. A second
 /// one must follow within this time, nanoseconds; until then we check whenever the size has changed.
 const SUSPECT_NS: u64 = 60_000_000_000;
-/// At first, and this many times, we check whenever the size has changed; later checks are further apart. One check
-/// isn't enough, because a program that waits for a processor meanwhile maps nothing.
+/// We make the first checks, this many, whenever the size has changed. Later checks are further apart. One check isn't
+/// enough, because a program that waits for a processor meanwhile maps nothing.
 const FIRST_CHECKS: u32 = 16;
 /// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive check.
 const CHECK_NS: u64 = 1_000_000_000;

@@ -28,7 +28,7 @@ impl HugeMappings {
         }
     }
 
-    /// Queues those parts of an unmarked range that had huge pages, so that we collapse them again.
+    /// Queues the parts of an unmarked range that had huge pages, to be collapsed again.
     pub(super) fn wanted(&mut self, start: u64, end: u64) {
         for &(from, to) in &self.marked {
             let room = WAITING_MOST.saturating_sub(self.extents.len());

@@ -1,5 +1,5 @@
-//! The rules of a run, and the verdict that they give on a process: whether we leave it alone and why, its trust
-//! domain, its group.
+//! The rules of a run, and the verdict that they give on a process: its trust domain, its group, and whether and why we
+//! leave it alone.
 
 use crate::marked::MarkedPrograms;
 use crate::scope::deny_list::DenyList;
@@ -94,9 +94,9 @@ impl<'a> Judge<'a> {
         self.cgroups.entry(text).or_insert_with_key(|text| Arc::new(selection.cgroup_info(text.as_deref()))).clone()
     }
 
-    /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged
-    /// the process before (`is_new`), it's kept out if an ancestor is. Sets `info.selected_by`. May stop the process
-    /// once, to ask whether it's dumpable.
+    /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. A process that we
+    /// haven't judged before (`is_new`) is kept out if one of its ancestors is. Sets `info.selected_by`. May stop the
+    /// process once, to ask whether it's dumpable.
     pub(crate) fn judge(
         &mut self,
         info: &mut ProcessInfo,

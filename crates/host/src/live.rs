@@ -92,7 +92,7 @@ pub enum LiveError {
     Controller(std::io::Error),
 }
 
-/// Something that happened during the run, other than the results of actions, which are in [`Outcome`].
+/// Something that happened during the run. Results of actions are in [`Outcome`] instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// We leave a process alone.
@@ -241,7 +241,7 @@ impl LiveHost {
         self.targets.get(self.regions.pids.get(&region)?)
     }
 
-    /// Notes how many pages of each process's merged memory others hold, as Pss counts.
+    /// Notes how many merged pages each process has, less its part of these pages by Pss.
     fn note_shared(&mut self, merged: &[MergedSample]) {
         let mut shared: BTreeMap<i32, f64> = BTreeMap::new();
         for sample in merged {
@@ -303,8 +303,8 @@ impl LiveHost {
         self.rules.domains.names()
     }
 
-    /// How many processes we didn't take into the run because there are too many: of one user or cgroup, or of those
-    /// that match the scope by name only.
+    /// How many processes we didn't take into the run: one user or cgroup has too many, or too many match the scope by
+    /// name only.
     pub fn turned_away(&self) -> usize {
         self.discovery.new_processes.turned_away()
     }
@@ -445,7 +445,7 @@ impl LiveHost {
     }
 
     /// The processes that may have pages of zeros merged into the kernel's zero page; none if no process on the machine
-    /// has. Our regions don't show them all, because a mapping with nothing else has no resident memory to judge.
+    /// has. Regions don't tell us, because a mapping that has only such pages has no resident memory to judge.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
         if self.machine.zeros == Pages(0) {

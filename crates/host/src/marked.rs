@@ -1,8 +1,8 @@
 //! The programs whose memory we've marked.
 //!
 //! A mark outlives the run that made it, and forks inherit it. So we record each program in a file before we mark it,
-//! and a later run knows whose marks to account for. It doesn't look for marks of other programs: a program that marks
-//! its own memory has chosen to do so, and mustn't be able to hold up merging with its marks.
+//! and a later run knows which programs may have marks of ours. It doesn't look for marks of other programs: a program
+//! that marks its own memory has chosen to do so, and mustn't be able to hold up merging with its marks.
 
 use pagefold_engine::keys::DomainKey;
 use std::collections::{HashMap, HashSet};
@@ -80,7 +80,7 @@ impl MarkedPrograms {
         self.domains.len() > most || self.record.as_ref().is_some_and(|record| record.lines > most)
     }
 
-    /// Forgets all programs but the `running` ones. If we can't write the file, it still has the others.
+    /// Forgets all programs but the `running` ones. If we can't write the file, it still names the forgotten ones.
     pub(crate) fn keep(&mut self, running: &HashSet<u64>, names: &[String]) {
         self.domains.retain(|image, _| running.contains(image));
         let _ = self.rewrite(names);

@@ -1,5 +1,5 @@
-//! Finds out whether outsiders map a page that's shared through fork: processes that we don't know as members of its
-//! family, because they're out of scope or we leave them alone.
+//! Finds out whether outsiders map a page that's shared through fork. These are processes that we don't know as members
+//! of its family, because they're out of scope or we leave them alone.
 
 use crate::check::facts::Release;
 use pagefold_engine::host::PageState;
@@ -39,8 +39,8 @@ pub(crate) struct SharedPage {
 }
 
 impl SharedPage {
-    /// `None` if we can't tell how many processes map it. If `takes_averages`, the average of a huge page is good
-    /// enough.
+    /// `None` if we can't tell how many processes map the page. With `takes_averages`, the average of its huge page is
+    /// good enough.
     pub(crate) fn of(view: &PageView<'_>, at: usize, takes_averages: bool) -> Option<Self> {
         if view.compound && !takes_averages && !counts_each_page() {
             return None;

@@ -13,7 +13,7 @@ fn member(pid: i32, master: &Holder, pages: u64) -> Member {
     Member { process: Arc::new(Process::open(pid).unwrap()), first, end: first + pages }
 }
 
-/// Reads the master's memory. Returns, for each page, whether others than the family map it.
+/// Reads the master's memory. Returns, for each page, whether processes outside the family map it.
 fn outsiders(master: &Holder, family: Vec<Member>) -> Vec<bool> {
     let read = RegionRead {
         region: RegionKey(1),
@@ -47,13 +47,13 @@ fn pages_that_others_map_are_told_from_those_of_the_family() {
     let other = master.fork_and_write(0, 8, 2_000);
     let whole = |pid| member(pid, &master, PAGES.into());
     let eighths = |expected: [bool; 4]| expected.map(|outsiders| [outsiders; 8]).concat();
-    // The worker doesn't map the second eight any more, and as many processes map them as the family has members.
+    // The worker doesn't map the second eight any more, but `other` does. So the number of mappers is the family's.
     wait_until("both have written", || {
         outsiders(&master, vec![whole(master.pid()), whole(worker)]) == eighths([false, true, true, true])
     });
     let found = outsiders(&master, vec![whole(master.pid()), whole(worker), whole(other)]);
     assert_eq!(found, eighths([false; 4]));
-    // The rest of the worker's mapping isn't ours to merge.
+    // We may not merge the rest of the worker's mapping.
     let found = outsiders(&master, vec![whole(master.pid()), member(worker, &master, 4), whole(other)]);
     assert_eq!(found[..8], [[false; 4], [true; 4]].concat());
 }

@@ -1,4 +1,4 @@
-//! Regions: adjacent mappings that are equal except for the mark, with keys that persist while the mappings change.
+//! Regions: adjacent mappings that differ only in flags, with keys that persist while the mappings change.
 //!
 //! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region
 //! keeps its key if its new range overlaps the old one.
@@ -57,8 +57,8 @@ pub fn stretches(
         let goes_on = last.is_some_and(|last| last.continues(detail));
         let is_marked = detail.flags.has(*b"mg");
         match vma_exclusion(detail) {
-            // Such empty mappings don't end a region: marks may have split a mapping into parts of which some are
-            // empty, and all pages of a marked mapping may be merged zeros.
+            // Such empty mappings don't end a region. Marks may have split a mapping into parts, some of them empty,
+            // and all pages of a marked mapping may be merged zeros.
             Some(Exclusion::NothingAnonymous) if goes_on || is_marked => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
@@ -134,8 +134,8 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether we may ask the kernel to merge a page (`None`: we don't know its mapping), and for how many pages, this
-    /// one included, the answer is the same.
+    /// Whether we may ask the kernel to merge a page (`None`: we don't know its mapping). Also returns for how many
+    /// pages, from this one on, the answer is the same.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
         match self.mapped.get(next) {

@@ -51,7 +51,7 @@ pub(crate) struct SamplingJob {
     pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) hash_mode: HashMode,
     /// Whether a huge page's average number of mappers is good enough for each of its pages. When we merge on request
-    /// it isn't: we'd merge outsiders' memory, too, where ksmd would only merge in vain.
+    /// it isn't: we'd merge outsiders' memory, too. ksmd would only try in vain.
     pub(crate) takes_averages: bool,
     /// `None` on machines with a single NUMA node.
     pub(crate) topology: Option<Arc<Topology>>,

@@ -54,7 +54,7 @@ pub struct Target {
     pub(crate) origin: Origin,
     /// We leave the process alone if it has more regions than this.
     pub(crate) regions_most: usize,
-    /// The first mappings left alone, and why: first address, anonymous KiB, reason.
+    /// The first mappings that we leave alone: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
     /// Where the process had huge pages before we marked its memory.
     pub(crate) huge: HugeMappings,
@@ -110,7 +110,7 @@ impl Target {
         self.info.pid()
     }
 
-    /// Gives a fork what we've found out about the executable, such as the links that have led to it, if it's the same.
+    /// If a fork runs the same executable, gives it what we've found out about the file, such as links that led to it.
     pub(crate) fn share_exe(&self, child: &mut ProcessInfo) {
         if child.stat.only_forked && child.exe == self.info.exe {
             child.exe.clone_from(&self.info.exe);
@@ -133,7 +133,7 @@ impl Target {
         self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
 
-    /// Whether we mustn't begin another read now: one hasn't returned yet, or one came back late a short while ago.
+    /// Whether we mustn't begin another read now: one hasn't returned yet, or has returned late a short while ago.
     pub(crate) fn has_timed_out(&self) -> bool {
         self.late_read.as_ref().is_some_and(|pending| !pending.is_over())
             || self.surveys.running.is_some()

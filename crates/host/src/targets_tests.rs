@@ -399,7 +399,7 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
         assert!(watched.refresh_after(10 * SECOND));
         assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
     }
-    // The regions go if the marks must go, or if there are no marks. Until they're gone, limits count the pages.
+    // The regions go if the marks must go, or if there are none. As long as marks remain, limits count the pages.
     let first = &mut watched.target.regions[0].stretch;
     first.marked = first.pages;
     let marked = first.resident;
@@ -551,7 +551,7 @@ fn a_fork_is_known_by_the_links_that_have_led_to_its_parent() {
     assert_eq!((matches(&fork), matches(&executed)), (known, Matching::No));
 }
 
-/// We wait only for programs that an earlier run has marked: a program that marks its own memory has chosen to.
+/// We wait only for programs that an earlier run has marked. A program that marks its own memory has chosen to do so.
 #[test]
 fn only_our_own_marks_in_other_domains_are_waited_for() {
     for is_recorded in [false, true] {
@@ -652,7 +652,7 @@ fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
 }
 
-/// `/proc/PID` shows a zombie then, but another thread goes on with the same memory.
+/// After the main thread's end `/proc/PID` shows a zombie, but another thread goes on with the same memory.
 #[test]
 fn a_process_whose_main_thread_has_ended_is_still_judged() {
     let mut watched = Watched::new();
@@ -745,8 +745,8 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
     assert!(!READS.pause(&process).is_zero());
 }
 
-/// By mappings with long names, a program can make our reads compute for long. We wait no longer for such a read than
-/// for one that sleeps, and use the result later.
+/// A program can make our reads compute for long, by mappings with long names. We don't wait longer for such a read
+/// than for one that sleeps, and use the result later.
 #[test]
 fn a_read_that_computes_for_long_goes_on_without_us() {
     let mut watched = Watched::new();

@@ -2,8 +2,8 @@
 //!
 //! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If the thread sleeps for
 //! longer than usual, we leave it behind and begin with the next process. So a process that holds its own mmap lock
-//! can't keep other processes marked. Processes whose user or cgroup has used up its part of the injector's time come
-//! last, and wait until it has some again.
+//! can't keep other processes marked. If a user or cgroup has used up its part of the injector's time, its processes
+//! come last, and wait until it has some time again.
 
 use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
@@ -142,7 +142,7 @@ impl Unmerger {
                 over.extend(self.attempt(process, info));
             }
             over.extend(self.finish_late());
-            // Processes that hold us up and fail prolong nothing.
+            // A process that holds us up and then fails doesn't make us wait longer.
             if over[before..].iter().any(|process| process.failure.is_none()) {
                 since = Instant::now();
             }

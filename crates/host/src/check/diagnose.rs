@@ -26,7 +26,7 @@ pub enum Severity {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Stable identifier; empty until [`Finding::called`].
+    /// Stable identifier; empty until [`Finding::called`] sets it.
     pub id: &'static str,
     pub severity: Severity,
     /// The state that we found.

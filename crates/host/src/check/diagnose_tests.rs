@@ -145,7 +145,7 @@ fn other_programs_that_use_ksm_are_found() {
     for ksm_stat in [user, marked_by_itself] {
         assert_eq!(programs("cache", ksm_stat), [("programs", Severity::Note)]);
     }
-    // While pagefold is running, only programs that mark themselves are reported, or may do so: Linux 6.12 doesn't say.
+    // While pagefold is running, we report only programs that mark themselves, or that may (Linux 6.12 doesn't tell).
     let unknown = "ksm_rmap_items 1024\nksm_merging_pages 512\n";
     for (ksm_stat, severity) in [(user, Severity::Ok), (marked_by_itself, Severity::Note), (unknown, Severity::Note)] {
         let dir = tempfile::tempdir().unwrap();

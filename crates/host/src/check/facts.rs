@@ -135,7 +135,7 @@ pub struct MachineFacts {
     pub release: Fact<Release>,
     pub release_text: String,
     pub ksm: Fact<(Knobs, KsmCounters)>,
-    /// Whether merging on request (/dev/ksm) is by the kernel itself or by its module.
+    /// Whether merging on request (/dev/ksm) comes from the kernel itself or from its module.
     pub request: Fact<Carrier>,
     /// Whether the module that merges on request is installed for this kernel.
     pub request_module: Fact<()>,

@@ -56,7 +56,7 @@ pub fn ksm_users(proc: &Path, limit: Duration) -> Result<Vec<KsmUser>, ReadError
 impl KsmUser {
     fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let stat = KsmStat::of(process)?;
-        // Until ksmd's next scan, the kernel counts pages as merged that were unmerged with their marks.
+        // When marks are removed, the kernel counts the unmerged pages as merged until ksmd's next scan.
         let is_marked_by_itself = stat.merge_any == Some(true);
         let has_marks = is_marked_by_itself || stat.mergeable != Some(false);
         if !has_marks || stat.items == 0 && stat.merged() == Pages(0) && !is_marked_by_itself {
@@ -87,8 +87,8 @@ pub fn sentence(users: &[KsmUser]) -> String {
     format!("{text}; {merged} merged in all, for which the kernel keeps {metadata} of metadata")
 }
 
-/// How much less memory these processes hold than if nothing were merged, in frames. Forks that map a frame at one
-/// address count once, because they'd share the page anyway. `None` if we can't tell, or there are too many pages.
+/// How much more memory these processes would hold if nothing were merged, in frames. Forks that map a frame at the
+/// same address count once, because they'd share the page anyway. `None` if we can't tell, or there are too many pages.
 pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     let merged = users.iter().map(|user| user.merged_bytes).sum::<u64>();
     if users.is_empty() || merged / PAGE_BYTES > COUNTED_MOST {
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn relatives_that_map_a_frame_at_one_address_count_once() {
         let page = Vpn;
-        // One frame that two families of three processes map, and one that a single process maps twice.
+        // Two families of three processes each map one frame, and a single process maps another one twice.
         let forks = [7, 7, 7, 8, 8, 8].map(|family| (1, page(5), family));
         let twice = [(2, page(5), 9), (2, page(6), 9)];
         assert_eq!(saved_frames([&forks[..], &twice[..]].concat()), 2);

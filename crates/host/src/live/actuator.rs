@@ -33,7 +33,7 @@ pub(super) struct KsmControl {
 /// CPU time that the injector has spent, nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InjectorCost {
-    /// The part that the kernel counts neither as our time nor as that of our reaped children.
+    /// The part that the kernel doesn't count as time of ours or of our reaped children.
     pub(super) uncounted_ns: u64,
     pub(super) total_ns: u64,
 }
@@ -77,8 +77,8 @@ impl Actuator {
         InjectorCost { uncounted_ns: total_ns, total_ns }
     }
 
-    /// The injector's cost as it will be once the injector has ended: if it's our descendant, its time then counts as
-    /// that of a reaped child.
+    /// The injector's cost as it will be once the injector has ended: if it's our descendant, it's then a reaped child,
+    /// whose time the kernel counts.
     pub(super) fn final_injector_cost(&self) -> InjectorCost {
         let total_ns = self.injector.cpu_ns();
         InjectorCost { uncounted_ns: if self.injector.is_descendant() { 0 } else { total_ns }, total_ns }

@@ -1,5 +1,5 @@
-//! Gives programs back the huge pages that they had before we marked their memory. We do that when we unmark the memory
-//! because programs soon write its merged pages.
+//! Gives programs back the huge pages that they had before we marked their memory. We do that only where we unmark
+//! memory because its merged pages are soon written.
 
 use super::LiveHost;
 use pagefold_engine::host::{Change, Marking, Outcome, Why};

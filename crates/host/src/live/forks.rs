@@ -24,7 +24,8 @@ const RETRY_NS: u64 = 5_000_000_000;
 pub(super) struct Forks {
     /// Processes out of scope that may be forks of marked programs.
     unread: VecDeque<i32>,
-    /// Those that we couldn't read because others of their user stall, and when we try them again, nanoseconds.
+    /// Processes that we couldn't read, because others of their user stall or we have too many files open, and when we
+    /// try them again, nanoseconds.
     refused: Vec<i32>,
     retry_ns: u64,
     waiting: VecDeque<WaitingFork>,
@@ -40,7 +41,7 @@ struct WaitingFork {
 }
 
 impl Forks {
-    /// Removes the forks that have room now. Forgets the ones that aren't out of scope any more.
+    /// Takes out the forks for which there's room now. Forgets the ones that aren't out of scope any more.
     fn take(&mut self, mut has_room: impl FnMut(Origin) -> bool, is_outside: impl Fn(i32) -> bool) -> Vec<i32> {
         let mut taken = Vec::new();
         self.waiting.retain(|fork| {
@@ -121,8 +122,8 @@ impl LiveHost {
         self.targets.insert(target.pid(), target);
     }
 
-    /// Reads a process if it's a fork of a program that we marked, and isn't a target. Also returns its image. Only an
-    /// exec can make us wait, and a process has no marks after an exec, so we skip a process that makes us wait.
+    /// Reads a process if it's a fork of a program that we marked, and isn't a target. Also returns its image. We skip
+    /// a process that makes us wait: only an exec can do that, and after an exec a process has no marks.
     fn marked_fork(&mut self, pid: i32) -> Option<(ProcessInfo, u64)> {
         if self.targets.contains_key(&pid) {
             return None;

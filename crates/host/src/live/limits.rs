@@ -18,10 +18,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The shortest time between two passes over the cgroups, nanoseconds. Passes may take 1/`PASS_PART` of the time, but
-/// passes don't wait longer than `PASS_LATEST_NS`: merging below a limit relies on what they read.
+/// we never wait longer than `PASS_LATEST_NS`: merging below a limit relies on recent readings.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_LATEST_NS: u64 = 2_000_000_000;
-/// The same while memory is being merged: if a limit leaves little headroom, each step of merging waits for two passes.
+/// The shortest time while memory is being merged. With little headroom, each step of merging waits for two passes.
 const PASS_WHILE_MERGING_NS: u64 = 200_000_000;
 /// We assume that a step of merging ends within this time, nanoseconds. Steps that take longer don't need frequent
 /// passes.
@@ -30,9 +30,9 @@ const PASS_PART: u64 = 1_000;
 /// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 /// Cgroups whose paths begin with the same `SHARED_NAMES` names share one part of a pass: all cgroups of one user
-/// (user.slice/user-1000.slice), of one service, or of one pod (`POD_NAMES`). Only root can make cgroups that far up, so
-/// nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time between two passes, we read
-/// its limits less often, but each `RESTING_MOST_NS`, nanoseconds.
+/// (user.slice/user-1000.slice), of one service, or of one pod (`POD_NAMES`). Only root can make cgroups that far up,
+/// so nobody else can get more parts. If a share takes longer than 1/`PASS_PART` of the time between two passes, we
+/// read its limits less often, but at least every `RESTING_MOST_NS`, nanoseconds.
 const SHARED_NAMES: usize = 2;
 const POD_NAMES: usize = 3;
 const RESTING_MOST_NS: u64 = 10_000_000_000;
@@ -44,7 +44,7 @@ const THROTTLED_NS: u64 = 30_000_000_000;
 #[derive(Debug, Default)]
 pub(super) struct CgroupLimits {
     groups: BTreeMap<PathBuf, Group>,
-    /// When we read the limits of a share again that took long, nanoseconds.
+    /// Shares whose limits took long to read, and when we read them again, nanoseconds.
     resting: BTreeMap<PathBuf, u64>,
     /// The directories of `groups`, by key.
     dirs: BTreeMap<LimitKey, PathBuf>,
@@ -68,7 +68,7 @@ pub(super) struct CgroupLimits {
 struct Group {
     key: LimitKey,
     owners: Vec<OwnerKey>,
-    /// How many pages of these processes may be merged in no region of ours ([`Target::forgotten`]).
+    /// How many pages of these processes may be merged outside of our regions ([`Target::forgotten`]).
     forgotten: Pages,
     /// The last reading, and its time in nanoseconds.
     reading: Reading,
@@ -162,7 +162,7 @@ impl CgroupLimits {
         for target in targets.values() {
             // A target without regions has nothing to merge, and we may not know its cgroups yet. A target that we
             // leave alone for a time keeps its regions as long as it keeps its marks.
-            // On request, only a small part of what is named may be merged.
+            // If we merge on request, only a small part of the memory that we name may be merged, so we don't count it.
             let merged = if by_marks { target.forgotten() } else { Pages(0) };
             let is_counted = !target.regions.is_empty() || merged > Pages(0);
             if is_counted && self.owners.insert(target.owner) {
@@ -221,13 +221,13 @@ impl CgroupLimits {
             self.group(dir, mount).is_own = true;
             self.join(dir, mount, owners, &mut above);
         }
-        // Whatever is below a cgroup comes after it, so this takes each cgroup once.
+        // Cgroups sort after the ones above them. We take the last one first, so we come to each cgroup once.
         while let Some(((dir, mount), owners)) = above.pop_last() {
             self.join(dir, mount, owners, &mut above);
         }
     }
 
-    /// Adds processes to a cgroup, and to those that have yet to be added to the one above.
+    /// Adds processes to a cgroup, and to the processes that `above` collects for the next cgroup up.
     fn join<'a>(&mut self, dir: &'a Path, mount: &'a Path, owners: Vec<OwnerKey>, above: &mut Members<'a>) {
         self.group(dir, mount).owners.extend(&owners);
         if let Some(parent) = dir.parent().filter(|parent| parent.starts_with(mount)) {
@@ -243,7 +243,7 @@ impl CgroupLimits {
         })
     }
 
-    /// Notes how many pages of a cgroup's processes may be merged in no region of ours.
+    /// Notes how many pages of a cgroup's processes may be merged outside of our regions.
     fn count_forgotten(&mut self, dir: &Path, pages: Pages) {
         if pages == Pages(0) {
             return;
@@ -277,7 +277,7 @@ impl CgroupLimits {
         let mut in_turn = Vec::new();
         for (dir, group) in waiting {
             let is_resting = self.resting.get(&group.share).is_some_and(|&next_ns| now_ns < next_ns);
-            // Without a first reading, nothing of the cgroup is merged.
+            // As long as the first reading is missing, nothing of the cgroup is merged.
             if is_resting && group.reading != Reading::Unknown {
                 continue;
             }
@@ -304,7 +304,7 @@ impl CgroupLimits {
     }
 
     /// The highest CPU pressure among the targets' own cgroups, as last read: the share of the last 10 s in which some
-    /// task waited for a CPU. One tenant's counts only for so long (see [`Yielding`]).
+    /// task waited for a CPU. A single tenant's pressure counts only for so long (see [`Yielding`]).
     pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
         self.cpu_pressure
     }
@@ -332,13 +332,13 @@ impl CgroupLimits {
         is_reported.then_some(pressure)
     }
 
-    /// Whether a quota of a cgroup, or of one above it, has throttled the cgroup shortly before this time.
+    /// Whether a quota of a cgroup, or of one above it, throttled the cgroup within `THROTTLED_NS` before this time.
     fn is_throttled(&self, dir: &Path, now_ns: u64) -> bool {
         let mut above = dir.ancestors().map_while(|above| self.groups.get(above));
         above.any(|group| group.throttled_ns.is_some_and(|at_ns| now_ns < at_ns + THROTTLED_NS))
     }
 
-    /// How much more swap the targets may use: the least of all hierarchies, because only one of them limits swap.
+    /// How much more swap the targets may use. Only one hierarchy limits swap, so we take the least of all.
     fn swap_below_limits(&self) -> Option<Pages> {
         if self.has_unplaced {
             return None;
@@ -546,7 +546,7 @@ mod tests {
         }
     }
 
-    /// Swap that only others may use is no room for what comes back.
+    /// Swap that only other programs may use gives no room to pages that come back.
     #[test]
     fn swap_counts_as_far_as_targets_may_use_it() {
         let root = tempfile::tempdir().unwrap();
@@ -695,7 +695,7 @@ mod tests {
         assert!(limits.groups.is_empty() && limits.dirs.is_empty());
     }
 
-    /// Thousands of processes far down, in one cgroup or each in one of its own.
+    /// Thousands of processes far down in the tree, all in one cgroup or each in its own.
     #[test]
     fn deep_cgroups_take_little_time() {
         const MANY: u32 = 4_000;

@@ -138,8 +138,8 @@ impl CallBatch {
     }
 }
 
-/// The results of the calls, and why we didn't make all of them. The outer error means that we made none, or don't know
-/// which.
+/// The results of the calls, and why we didn't make all of them. The outer error means that we made none, or that we
+/// don't know which ones we made.
 type CallsRun = Result<(InjectionReport, Result<(), UnmergeError>), UnmergeError>;
 
 /// Changes to make, and their results so far.
@@ -332,8 +332,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether more may be changed than the results show: we don't know which
-    /// calls were made, or they may still be made later.
+    /// Makes the calls in a process. Returns whether more may change than the results show: we don't know which calls
+    /// were made, or some may still be made later.
     fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         for &part in &work.done {
@@ -358,8 +358,8 @@ impl LiveHost {
         for (&part, result) in work.parts.iter().zip(&report.results) {
             let Err(error) = result else { continue };
             let marking = &mut changes.results[part.change];
-            // If a call fails, its span isn't unmarked: some of its marks are left. But it is marked if another of its
-            // calls has marked a part.
+            // A span with a failed call doesn't count as unmarked, because some of its marks are left. But it does
+            // count as marked if another call has marked a part of it.
             if !changes.mark || *marking == Marking::Refused {
                 *marking = marking_after(*error, changes.mark);
             }
@@ -407,9 +407,9 @@ fn marking_after(error: Errno, mark: bool) -> Marking {
     }
 }
 
-/// Finds out from the mappings which calls were made before the injection failed. Memory that we've unmarked in part
-/// isn't unmarked: some of its marks are left. Returns whether the process may have marks that aren't in the results: a
-/// mapping that has moved takes its mark along.
+/// Finds out from the mappings which calls were made before the injection failed. Memory that we've unmarked only in
+/// part doesn't count as unmarked. Returns whether the process may have marks that aren't in the results: a mapping
+/// that has moved takes its mark along.
 fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>) -> bool {
     let read =
         target.read(|process| Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default())));

@@ -1,7 +1,7 @@
 //! Reads all pages of a process in portions, for callers other than the engine.
 //!
-//! The same rules hold as for samples: we read only regions of processes that we don't leave alone, read merged and
-//! shared pages without unsharing them, and read on a thread that we may abandon.
+//! The same rules hold as for samples: we read only regions, and none of a process that we leave alone. Merged and
+//! shared pages stay shared, and we read on a thread that we may abandon.
 
 use super::LiveHost;
 use crate::regions::Tracked;

@@ -24,20 +24,20 @@ use tracing::debug;
 pub(super) const INTERVAL_NS: u64 = 250_000_000;
 /// Shortest time between two refreshes of the targets, nanoseconds.
 pub(super) const INTERVAL_MIN_NS: u64 = 10_000_000;
-/// If a refresh is due within this time we do it at once, nanoseconds.
+/// If a refresh is due within this time, nanoseconds, we do it at once.
 const EARLY_NS: u64 = 30_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
 /// than 75 targets we refresh less often than every `INTERVAL_NS`.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
 /// Shortest and longest time between two searches for kept-out processes that have ended, nanoseconds. In between, the
-/// searches may take 1/`FORGET_SHARE` of the time. If they came any later, programs that fork all the time would make
-/// the list too long to be kept.
+/// searches may take 1/`FORGET_SHARE` of the time. If we searched less often, programs that fork all the time would
+/// make the list too long to be kept.
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_LATEST_NS: u64 = 20_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
-/// If earlier runs have marked programs, we stop ksmd until we've checked all processes, but for this long at most,
+/// If earlier runs have marked programs, we stop ksmd until we've checked all processes, but no longer than this,
 /// nanoseconds.
 const FIRST_CHECKS_NS: u64 = 10_000_000_000;
 /// We remember this many marked programs. Beyond that we forget programs that no process is running.
@@ -47,11 +47,11 @@ const PROGRAMS_MOST: usize = 16_384;
 /// can start such processes.
 const STRANGERS_MOST: usize = 1_000;
 
-/// Of one user or cgroup, at most this many processes are targets, and they may have this many regions in all. A region
-/// takes about 1.8 KB, a target up to 30 KB if its paths are long.
+/// At most this many processes of one user or cgroup are targets. In all they may have `REGIONS_OF_SHARE_MOST` regions.
+/// A region takes about 1.8 KB, a target up to 30 KB if its paths are long.
 const TARGETS_OF_SHARE_MOST: usize = 4_096;
 const REGIONS_OF_SHARE_MOST: usize = REGIONS_MOST / 6;
-/// Of one user or cgroup, at most this many processes are targets only until they're unmarked. More wait.
+/// At most this many processes of one user or cgroup are targets just until they're unmarked. Others wait.
 const FORKS_OF_SHARE_MOST: usize = 256;
 /// All processes with more than `FEW_REGIONS` regions may have `REGIONS_MOST` in all, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
@@ -163,7 +163,7 @@ pub(super) struct Discovery {
     pub(super) has_begun: bool,
     /// Whether we've examined all processes that were there at the start.
     pub(super) is_complete: bool,
-    /// Whether we also know which regions of theirs we may judge, or have waited long enough.
+    /// Whether we also know which of their regions we may judge, or have waited long enough.
     pub(super) has_listed_all: bool,
     pub(super) new_processes: NewProcesses,
     pub(super) owner_keys: KeyCounter,
@@ -176,7 +176,7 @@ pub(super) struct RegionList {
     pub(super) views: Vec<RegionView>,
     /// The processes in groups with limits.
     pub(super) groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// Each target's part of the frames of its regions, as Pss counts.
+    /// For each target: its part of the frames of its regions, as Pss counts.
     pub(super) held: Arc<BTreeMap<OwnerKey, Pages>>,
     keys: KeyCounter,
 }
@@ -382,7 +382,7 @@ impl LiveHost {
     }
 
     /// Whether we've listed the regions of the processes that were in scope at the start, or have waited long enough.
-    /// For some we have to ask first whether they're dumpable.
+    /// Some processes we must first ask whether they're dumpable.
     fn are_listed(&self, now_ns: u64) -> bool {
         let must_be_asked =
             |target: &Target| target.appeared_ns.is_none() && target.exclusion == Some(Exclusion::DumpableUnknown);

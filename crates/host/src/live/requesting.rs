@@ -30,13 +30,13 @@ use std::time::Duration;
 const CHECK_NS: u64 = 10_000_000;
 /// A job has at most this many pages, which take some 50 ms.
 const JOB_PAGES: u32 = 16_384;
-/// Once a pass over the pairs of processes is over, we only try pairs with this many pages: merging those takes as long
-/// as the checks before it, up to a millisecond. If we left out relatives by fork, the others' merges would save
-/// nothing.
+/// Once a pass has used up its time, we only try pairs of processes with at least this many pages: merging these takes
+/// as long as the checks before it, up to a millisecond. If we skipped relatives by fork here, merging the others would
+/// save nothing.
 const MANY_PAGES: u32 = 256;
 /// How long we wait for a job that doesn't sleep.
 const COMPUTING_MOST: Duration = LIMIT;
-/// How long we wait for a process's mmap lock, which the process can keep for any time.
+/// How long a job waits for a process's mmap lock. The process can keep the lock for any time.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -57,7 +57,7 @@ struct Late {
     pids: Vec<i32>,
 }
 
-/// Whether a job is in a call to the kernel, whether it may make more calls, and whether it has made any.
+/// Whether a job is in a call to the kernel, may make more calls, and has made any.
 #[derive(Debug, Default)]
 struct Turn {
     state: AtomicU8,
@@ -109,7 +109,7 @@ struct Side {
 impl Side {
     /// Whether the process still has the address space that we judged, and runs the same program: after an exec, others
     /// may still have the address space (CLONE_VM). If somebody holds its mmap lock, we wait for the lock here: the
-    /// request would keep KSM's lock while it waits.
+    /// request itself would keep KSM's lock while it waits.
     fn is_judged(&self) -> bool {
         self.space.is_unlocked(ANY_TIME);
         self.space.exists() && image_of(&self.process).is_ok_and(|image| image == self.list.program.image)
@@ -147,7 +147,7 @@ struct NameCheck {
     may_be_named: bool,
 }
 
-/// The pages that fulfil the conditions of the ranges that have some (`needs_merged`, `needs_own`).
+/// Some ranges set conditions on pages (`needs_merged`, `needs_own`). These pages fulfil them.
 #[derive(Debug, Default)]
 struct FitPages {
     /// Merged pages of the process whose pages stay.

@@ -1,5 +1,5 @@
 //! Shares the time of a pass over processes: whoever has taken less of it comes first, and then whoever has waited
-//! longest. So neither costly processes nor new ones keep a pass that ends early from other users' processes, or from
+//! longest. If a pass ends early, neither costly processes nor new ones have kept it from those of other users, or from
 //! older ones.
 
 use super::machine::elapsed_ns;
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 const PASS_NS: u64 = 250_000_000;
 /// We don't charge anybody for less than this, nanoseconds. Looking at an unchanged process takes 1 us.
 const CHARGED_FROM_NS: u64 = 20_000;
-/// If changing the marks of processes of a user or cgroup has just taken this much more than its part of the time, we
-/// change the marks of its other processes last.
+/// If changing marks has just taken this much more than a user's or cgroup's part of the time, we change the marks of
+/// its other processes last.
 const SLOW: Duration = Duration::from_millis(100);
 
 /// The place of a process in the order of a pass.
@@ -35,7 +35,7 @@ impl Turn {
     }
 }
 
-/// Whether the processes of a user or cgroup come last where something else decides on the order.
+/// Whether a process comes last in a pass that isn't in the order of turns, because its user or cgroup was too slow.
 pub(super) fn comes_last(target: &Target) -> bool {
     PASSES.excess(target.origin, Instant::now()) > SLOW
 }
@@ -44,7 +44,7 @@ pub(super) fn comes_last(target: &Target) -> bool {
 #[derive(Debug)]
 pub(super) struct Pass {
     began: Instant,
-    /// How much of its time we've charged.
+    /// How much of its time the pass has charged to somebody.
     charged_ns: u64,
 }
 
@@ -93,8 +93,8 @@ mod tests {
         }
     }
 
-    /// Runs passes for a minute. The first process belongs to user 0, who starts another one `each_ns`, whose first
-    /// turn takes `cost_ns`; the second process belongs to user 1. Returns how long these two waited at most.
+    /// Runs passes for a minute. The first process is user 0's, who starts another one every `each_ns`, with a first
+    /// turn of `cost_ns`. The second process is user 1's. Returns how long these two waited at most.
     fn longest_waits(each_ns: u64, cost_ns: u64) -> [u64; 2] {
         let shares = TimeShares::new(Duration::ZERO, Duration::MAX);
         let began = Instant::now();

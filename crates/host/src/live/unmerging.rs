@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// How long a request waits for processes that we couldn't unmerge at once, nanoseconds. `WAIT_MOST_NS` is for
-/// processes that make progress.
+/// How long a request waits for processes that we couldn't unmerge at once, nanoseconds. If a process makes progress,
+/// the request waits for up to `WAIT_MOST_NS`.
 const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
 /// If unmerging a process makes no progress for this long, we assume that the process keeps its mmap lock.

@@ -39,7 +39,7 @@ enum Try {
     Settled,
 }
 
-/// The removal of marks that must go: tries that haven't ended, and results.
+/// The removal of marks that must go: results, and tries that haven't ended.
 #[derive(Debug, Default)]
 pub(super) struct Withdrawing {
     /// The tries to remove marks that haven't ended yet, by pid.
@@ -89,8 +89,8 @@ impl LiveHost {
         changed
     }
 
-    /// The processes whose marks must go now, in the order in which we try them. Untried ones wait since the first pass
-    /// that found them, others since their next try was due.
+    /// The processes whose marks must go now, in the order in which we try them. An untried process has waited since
+    /// the first pass that found it, any other since its next try was due.
     fn turns(&mut self, now_ns: u64) -> Vec<Turn> {
         let mut turns = Vec::new();
         for target in self.targets.values_mut().filter(|target| target.unmark_is_due(now_ns)) {
@@ -119,8 +119,8 @@ impl LiveHost {
         let is_cut = calls.len() == CALLS_MOST;
         let mut is_shrinking = false;
         if let Some(pending) = &mut target.pending {
-            // Calls that were cut off don't count as a pass. We go on at once only while much of what they unmark stays
-            // unmarked: the process may mark it again.
+            // Calls that were cut off don't count as a pass. We go on at once only if much less memory is marked than
+            // at the last try: the process may mark it again.
             let mut asked = 0;
             for call in &calls {
                 asked += call.args[1];

@@ -2,9 +2,9 @@
 //!
 //! While the programs that we merge wait for a CPU, the governor `auto` lets us do little, for all tenants. But a
 //! tenant's tasks wait whenever there are more of them than its weight, CPU set or number of processors lets run at
-//! once. So nobody could tell a busy neighbour from one who means to keep us from merging. A tenant alone in waiting
-//! holds us back for ten minutes, and a sixth of the time in the long run. We yield without limit if a second tenant
-//! waits too, or if there's only one, who then slows down nobody else's merging.
+//! once. So nobody could tell a busy neighbour from one who means to keep us from merging. A tenant that is the only
+//! one to wait holds us back for ten minutes, and a sixth of the time in the long run. We yield without limit if a
+//! second tenant waits too, or if there's only one tenant: it slows down nobody else's merging.
 
 use pagefold_engine::units::Permyriad;
 use std::collections::BTreeMap;
@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 /// A tenant that waits for at least this share of the time holds us back.
 const HOLDS: Permyriad = Permyriad(1_000);
-/// How long a tenant alone may hold us back at a stretch, nanoseconds. For each period that it doesn't, it gets back
-/// 1/`REGAIN` of that period; once it has used up all, it must get back all.
+/// How long a tenant alone may hold us back at a stretch, nanoseconds. While it doesn't, it gets back 1/`REGAIN` of the
+/// time that passes. Once it has used up all, it must get back all before it holds us back again.
 const HELD_MOST_NS: u64 = 600_000_000_000;
 const REGAIN: u64 = 5;
 /// If we haven't looked for longer than this, nanoseconds, we don't know who held us back since.
@@ -33,7 +33,7 @@ struct Account {
 }
 
 impl Yielding {
-    /// The CPU pressure that we yield to, if `waiting` has the highest of each tenant with programs that we merge.
+    /// The CPU pressure that we yield to. `waiting` has the highest one of each tenant with programs that we merge.
     pub(super) fn pressure(&mut self, now_ns: u64, waiting: &BTreeMap<&Path, Permyriad>) -> Permyriad {
         let mut highest: Option<(&Path, Permyriad)> = None;
         let mut second = Permyriad(0);
@@ -74,7 +74,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
     const QUIET: (&str, u32) = ("b", 300);
 
-    /// For how many of so many seconds we yield to a pressure of at least `HOLDS`.
+    /// In how many of these seconds we yield to a pressure of at least `HOLDS`.
     fn yielded(yielding: &mut Yielding, from: u64, seconds: u64, waiting: &[(&str, u32)]) -> u64 {
         let waiting: BTreeMap<_, _> =
             waiting.iter().map(|&(path, share)| (Path::new(path), Permyriad(share))).collect();
@@ -90,7 +90,7 @@ mod tests {
         let long = 10 * 3_600;
         let share = yielded(&mut yielding, 3_600, long, &busy);
         assert!((long / 7..=long / 6 + 60).contains(&share), "{share} s");
-        // While its account is used up, others' pressure counts as far as it goes.
+        // While the first tenant's account is used up, we yield to the second tenant's pressure.
         let waiting = BTreeMap::from([(Path::new("a"), Permyriad(9_000)), (Path::new("b"), Permyriad(300))]);
         let mut yielding = Yielding::default();
         yielded(&mut yielding, 0, 700, &busy);
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!(yielded(&mut yielding, 1_800 * half_hour, 300, &[("a", 9_000), QUIET]), 300);
             assert_eq!(yielded(&mut yielding, 1_800 * half_hour + 300, 1_500, &[("a", 0), QUIET]), 0);
         }
-        // Another one who waits meanwhile has an account of its own.
+        // Another tenant that waits alone meanwhile has an account of its own.
         yielded(&mut yielding, 86_400, 700, &[("a", 9_000), QUIET]);
         assert_eq!(yielded(&mut yielding, 87_100, 500, &[("a", 0), ("b", 9_000)]), 500);
     }

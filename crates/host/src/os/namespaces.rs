@@ -6,8 +6,8 @@ use std::io;
 use std::os::fd::AsFd;
 
 /// Enters the cgroup namespace of process 1, if it's another one. In a container that sees the host's processes, we
-/// then see their cgroups by their names on the host; otherwise by names that begin with "/..". This affects only this
-/// thread and the ones that it starts.
+/// then see their cgroups by the same names as the host does. Without this, the names begin with "/..". Affects only
+/// this thread and the ones that it starts.
 ///
 /// # Errors
 /// If we don't have root's rights on the host.

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// The first passed descriptor.
 const FIRST: RawFd = 3;
-/// We take no more than this. Whoever passes more does so by mistake.
+/// We take at most this many. If there are more, somebody has made a mistake.
 const SOCKETS_MOST: RawFd = 16;
 
 /// The sockets passed to this process. The first call takes them and leaves none for later calls. Call it before

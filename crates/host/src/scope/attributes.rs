@@ -34,7 +34,7 @@ impl Labels {
 
     /// Reads the attributes. `include` and `domain` grant something, so they count only where root alone can set them:
     /// otherwise the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody
-    /// else's domain. The root of a container may be the host's root, too, and write to the container's cgroups.
+    /// else's domain. In containers they never count, because the root there may be the host's.
     fn read(directory: &Path, path: &Path) -> Result<Self, Errno> {
         // The name isn't UTF-8, so this isn't the cgroup's path.
         if path.as_os_str().as_encoded_bytes().windows(3).any(|bytes| bytes == "\u{fffd}".as_bytes()) {
@@ -46,7 +46,7 @@ impl Labels {
         let is_roots = (include || domain.is_some())
             && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
         let grants = is_roots && !is_in_container(path);
-        // Others may have to be kept apart from the process, and we don't know who has set the attribute.
+        // The attribute may be there to keep others apart from the process, but the container's root may have set it.
         let is_unreadable = is_roots && !grants && domain.is_some();
         let domain = if grants { domain.map(|name| printable(&name)) } else { None };
         Ok(Self { avoid, include: include && grants, domain, is_unreadable })

@@ -23,7 +23,7 @@ pub struct DenyList {
 struct Entry {
     name: String,
     denied: bool,
-    /// If the entry is for all programs of a workload.
+    /// The workload, if the entry is for all of its programs.
     workload: Option<Matcher>,
 }
 
@@ -118,8 +118,8 @@ impl DenyList {
     }
 
     /// Adds entries that take precedence over the existing ones. Among the new entries, `denied` takes precedence over
-    /// `allowed`, which match only executables that root alone can change (see [`super::exe`]), and workloads that root
-    /// has named.
+    /// `allowed`. An allowed entry matches only executables that root alone can change (see [`super::exe`]), and
+    /// workloads that root has named.
     #[must_use]
     pub fn with(mut self, denied: &[String], allowed: &[String], roots: &Roots) -> Self {
         let mut entries = Vec::new();

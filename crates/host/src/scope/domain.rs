@@ -1,8 +1,8 @@
 //! Trust domains. We merge pages within one domain only: a process that shares a page with another can time its writes
 //! to learn the contents of the other's pages.
 //!
-//! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one
-//! above, the first rule that matches, the user if that is configured, and [`DEFAULT`].
+//! The first of these that applies gives the domain of a process: the attribute `user.pagefold.domain` of its cgroup or
+//! the nearest one above, the first rule that matches, the user if that is configured, or else [`DEFAULT`].
 //!
 //! ksmd has one tree of pages for the whole machine. So where ksmd merges, we mark memory of one domain only, and don't
 //! even read the others. If we chose page by page what to mark in several domains, a process could guess contents of

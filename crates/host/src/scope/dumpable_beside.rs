@@ -12,7 +12,7 @@ use std::os::fd::AsRawFd;
 const YES: i32 = 10;
 const NO: i32 = 11;
 const UNKNOWN: i32 = 12;
-/// With this the kernel keeps an ID. The child keeps ours if they're the process's: its namespace need not map them.
+/// Tells the kernel to keep an ID. We use it if our ID is the process's, because the namespace need not map it.
 const KEEP: u32 = u32::MAX;
 /// The check takes less than a millisecond.
 const LIMIT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };

@@ -65,7 +65,7 @@ fn root_of_a_user_namespace_is_asked_from_within_it() {
     }
 }
 
-/// The namespace's root, whose files would look the same, may be any user of a namespace around it.
+/// The namespace's root, who owns a non-dumpable process's files, may be any user of the namespace around it.
 #[test]
 #[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn a_user_of_another_namespace_is_not_judged_by_the_owner_of_its_files() {

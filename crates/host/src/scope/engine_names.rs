@@ -16,7 +16,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 /// Docker's data, unless [`DOCKER_CONFIGURATION`] says otherwise.
 const DOCKER: &str = "var/lib/docker";
 const DOCKER_CONFIGURATION: &str = "etc/docker/daemon.json";
-/// Podman's and CRI-O's data, unless [`STORAGE_CONFIGURATION`] says otherwise, and what they keep until a restart.
+/// Podman's and CRI-O's data, unless [`STORAGE_CONFIGURATION`] says otherwise. Some data is only kept until a restart.
 const STORAGE: &str = "var/lib/containers/storage";
 const STORAGE_CONFIGURATION: &str = "etc/containers/storage.conf";
 const STORAGE_UNTIL_RESTART: &str = "run/containers/storage";
@@ -37,7 +37,7 @@ const PODS: &str = "var/log/pods";
 
 /// We read at most this much of a file.
 const FILE_MOST: u64 = 16 << 20;
-/// Once we know this many names that aren't from such lists, we forget them all.
+/// Once we know this many names that aren't from [`LISTS`], we forget them all.
 const FOUND_MOST: usize = 1 << 14;
 
 #[derive(Deserialize)]
@@ -78,12 +78,12 @@ struct DockerConfiguration {
 /// A file's inode, and when it was written. Engines replace these files, so each version has an inode of its own.
 type Version = (u64, i64, i64);
 
-/// Where engines keep their data. We trust the paths in their configuration: who can write there controls the engine.
+/// Where engines keep their data. We trust the paths in their configuration: whoever can change it controls the engine.
 #[derive(Debug, Default)]
 struct Places {
-    /// The versions of the files and directories that say so.
+    /// The versions of the files and directories that tell us these places.
     versions: [Option<Version>; 3],
-    /// Docker has a directory of its own for each user that containers' root stands for (`userns-remap`).
+    /// Docker's own directory, and one for each user that containers' root is mapped to (`userns-remap`).
     docker: Vec<PathBuf>,
     storage: PathBuf,
 }
@@ -105,7 +105,7 @@ struct StorageList {
 pub(super) struct EngineNames {
     root: PathBuf,
     places: Mutex<Arc<Places>>,
-    /// The names that aren't from [`LISTS`], and cgroups, by identifier, each with the version of its file.
+    /// The cgroups, and the names that aren't from [`LISTS`], by identifier, each with the version of its file.
     found: Mutex<HashMap<String, (Version, String)>>,
     storage: Mutex<[StorageList; LISTS.len()]>,
 }
@@ -207,7 +207,7 @@ impl EngineNames {
     }
 }
 
-/// The directories in Docker's data that are for users that containers' root stands for, named `UID.GID`.
+/// Docker's data has a directory `UID.GID` for each user that containers' root is mapped to. Returns these directories.
 fn remapped(data_root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(data_root).into_iter().flatten().flatten() {

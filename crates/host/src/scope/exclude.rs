@@ -93,7 +93,7 @@ pub enum Exclusion {
     Locked,
     /// Pinned for I/O (VFIO, RDMA, buffers of io_uring): KSM merges no page that somebody else refers to.
     Pinned,
-    /// Registered with userfaultfd: a merge would lose its write protection, and another program fills missing pages.
+    /// Registered with userfaultfd: another program fills missing pages, and a merge would lose write protection.
     UserFault,
     /// No anonymous pages.
     NothingAnonymous,
@@ -288,8 +288,8 @@ pub(crate) fn exclusion_of(
     if by_rule.is_some() {
         return by_rule;
     }
-    // The injector knows no 32-bit calls: it can neither mark such a process nor ask whether it's dumpable. On request
-    // there's nothing to mark, and we must ask only root's processes.
+    // The injector knows no 32-bit calls: it can neither mark such a process nor ask whether it's dumpable. If we merge
+    // on request, we mark nothing, and must ask only if it's root's process or we can't tell from outside.
     if info.needs_exec && (mechanism == Mechanism::Ksmd || info.uid() == 0 || dumpable == Dumpable::Unknown) {
         return Some(Exclusion::Bits32);
     }
@@ -322,8 +322,8 @@ pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
     vma_exclusion(detail).filter(Exclusion::withdraws_marks)
 }
 
-/// Why we must leave a mapping alone, if we must. We check first what KSM can't merge (`vma_ksm_compatible` in the
-/// kernel's mm/ksm.c), device memory before the rest, and then what we shouldn't merge.
+/// Why we must leave a mapping alone, if we must. We first check whether KSM can't merge the mapping
+/// (`vma_ksm_compatible` in the kernel's mm/ksm.c; device memory comes first), and then whether we shouldn't.
 ///
 /// smaps shows DAX only for mappings with MAP_SYNC. For other DAX mappings MADV_MERGEABLE succeeds without effect, and
 /// the `mg` flag doesn't appear.

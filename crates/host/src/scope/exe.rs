@@ -55,8 +55,7 @@ pub struct Exe {
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Error)]
 pub enum Distrust {
-    /// The file has been replaced or removed since it was started, and users other than root could change it, or it was
-    /// on another mount.
+    /// The file has been replaced or removed since it was started, and it wasn't root's alone or was on another mount.
     #[error("has been replaced or removed since it was started, and may not have been root's")]
     Deleted,
     /// The path leads to another file, for example in a container.
@@ -65,7 +64,7 @@ pub enum Distrust {
     /// Users other than root can change the file or a directory above it.
     #[error("can be changed by users other than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
     Writable { path: PathBuf, uid: u32, mode: u32 },
-    /// The path is that of a link, which leads to another file of this name.
+    /// The path is a link, and leads to another file of this name.
     #[error("is not the version that the path now leads to")]
     OtherVersion,
     /// On a file system that a program provides.
@@ -74,7 +73,7 @@ pub enum Distrust {
     /// Only the command name matches.
     #[error("has another name: only the command name matches, which a program sets itself")]
     CommandName,
-    /// Users other than root could have named this cgroup, or one above it. It's not about the executable.
+    /// This is about a cgroup rather than the executable: users other than root could have named it, or one above it.
     #[error("its cgroup {} could have been named by users other than root", printable(.0.as_bytes()))]
     Cgroup(String),
 }
@@ -179,8 +178,8 @@ impl Exe {
         }
     }
 
-    /// Whether only root can write the file, and it's on this mount or, if it was removed, on one with the same device,
-    /// root and mount point.
+    /// Whether only root can write the file, and the file is on this mount. A removed file may also be on a mount with
+    /// the same device, root and mount point.
     fn is_roots_on(&self, mount: u64) -> bool {
         let Some(file) = self.file.filter(|file| is_roots_alone(file.uid, file.mode)) else { return false };
         if file.mount == mount {
@@ -228,9 +227,9 @@ impl Exe {
         leads_here
     }
 
-    /// Whether this path leads, by a link, to another file than the executable, which is root's and has the same name,
-    /// or was started by that name. The process can set its command name, so this never selects the process, but tells
-    /// the user why it isn't selected.
+    /// Whether this path is a link that leads to another file, while the executable is root's and has the link's name,
+    /// or was started by it. A process can set its command name, so this never selects the process. It only tells the
+    /// user why the process isn't selected.
     fn is_other_version(&self, path: &Path, comm: &[u8]) -> bool {
         let Some(name) = path.file_name() else { return false };
         let truncated = &name.as_bytes()[..name.len().min(COMM_MOST)];

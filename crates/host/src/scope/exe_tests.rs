@@ -157,7 +157,7 @@ fn a_program_stays_known_by_a_link_that_is_switched_to_another_version() {
     assert_eq!((matches(&running), matches(&running.clone())), (Matching::Yes, Matching::Yes));
     assert_eq!(matches(&exe(&versions[1])), Matching::Yes);
     assert_eq!(running.matches(current.join("helper").to_str().unwrap(), b"server"), Matching::No, "another path");
-    // Started before the link was switched, and seen only now.
+    // This one was started before the link was switched, but we see it only now.
     assert_eq!(matches(&exe(&versions[0])), Matching::NameOnly(Distrust::OtherVersion));
     let helper = exe(&directory.path().join("1/helper"));
     assert_eq!(helper.matches(selector.to_str().unwrap(), b"helper"), Matching::No);
@@ -173,7 +173,7 @@ fn a_program_stays_known_by_a_link_that_is_switched_to_another_version() {
     assert_eq!((matches(&exe(&versions[0])), matches(&exe(&versions[1]))), (Matching::No, Matching::No));
 }
 
-/// As for python3, which leads to python3.11 and later to python3.13, and for releases that are removed.
+/// Such a link is python3, which leads to python3.11 and later to python3.13. Old releases may also be removed.
 #[test]
 fn a_version_is_listed_if_its_link_leads_to_another_name_or_its_directory_is_gone() {
     let directory = tempfile::tempdir().unwrap();
@@ -195,7 +195,7 @@ fn a_version_is_listed_if_its_link_leads_to_another_name_or_its_directory_is_gon
         (matches(&exe(&old), b"a-server-with-a"), matches(&exe(&old), b"a-server")),
         (other.clone(), Matching::No)
     );
-    // A program that is another user's, or in a container, only calls itself so.
+    // A program of another user, or in a container, may give itself this name. We don't take it for an old version.
     let file = Found::of_path(&old).unwrap();
     for file in [Found { uid: 1234, ..file }, Found { mode: 0o100_777, ..file }, Found { mount: u64::MAX, ..file }] {
         let theirs = Exe { path: "/elsewhere/server-1".into(), file: Some(file), ..exe(&old) };
@@ -246,7 +246,7 @@ fn the_executable_of_a_process_is_identified() {
     assert_eq!(exe.id(), Some(Found::of_path(&exe).unwrap().id));
 }
 
-/// Another process of this machine may mount something just then, but hardly ten times in a row.
+/// Another process may mount something at this very moment, but hardly ten times in a row.
 #[test]
 fn mounts_that_have_not_changed_are_not_read_again() {
     let mut mounts = Mounts::open().unwrap();
@@ -254,7 +254,7 @@ fn mounts_that_have_not_changed_are_not_read_again() {
     assert!((0..10).any(|_| !mounts.refresh().unwrap()));
 }
 
-/// A user's FUSE mount, as AppImages and rootless containers have it, without a server: nobody asks it.
+/// A user's FUSE mount, as AppImages and rootless containers have it. It has no server, but nobody asks it.
 #[test]
 #[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn a_file_that_root_cannot_look_at_is_provided() {

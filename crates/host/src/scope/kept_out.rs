@@ -159,8 +159,8 @@ impl KeptOut {
         self.entries.drain(..first_out.unwrap_or(self.entries.len()));
     }
 
-    /// The entry that decides on a process, if it keeps the process out: the user who asked for it, and the selector.
-    /// If we haven't judged the process before (`is_new`), one of its ancestors may decide.
+    /// If an entry decides that we keep a process out, returns the user who asked for it, and the selector. If we
+    /// haven't judged the process before (`is_new`), an entry of one of its ancestors may decide.
     pub fn verdict(&mut self, info: &ProcessInfo, is_new: bool, roots: &Roots) -> Option<(u32, &Selector)> {
         if self.entries.is_empty() {
             return None;

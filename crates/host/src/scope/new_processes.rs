@@ -18,13 +18,13 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-/// One call examines processes for this long at most, not counting the last one: users can make that slow, by files of
-/// units, for example.
+/// One call examines processes for this long at most, not counting the last one: users can make that slow, for example
+/// by unit files.
 const MOST: Duration = Duration::from_millis(250);
 /// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
-/// Cost of reading the list, nanoseconds per process. Reading may take 1/`LIST_SHARE` of the time: on a machine with
-/// more than 300 processes that keeps starting others, we read the list less often than every second, but every
+/// Cost of reading the list, nanoseconds per process. Reading may take 1/`LIST_SHARE` of the time: if a machine has
+/// more than 300 processes and keeps starting others, we read the list less often than every second, but at least every
 /// `LIST_MAX_NS`.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
@@ -47,8 +47,8 @@ pub struct NewProcesses {
     outside: HashMap<i32, u64>,
     /// Processes of `outside` that we first examined after the last [`Self::take_first_seen`].
     first_seen: Vec<i32>,
-    /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many; and
-    /// ones that we had too many files open to examine.
+    /// Processes of `outside` that are in scope, but that our caller has turned away because there are too many. Also
+    /// the ones that we couldn't examine because we had too many files open.
     turned_away: HashSet<i32>,
     /// Processes of `outside` that we had no time to examine, and the order in which we'll do so.
     postponed: HashMap<i32, usize>,

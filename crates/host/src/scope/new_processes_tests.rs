@@ -153,7 +153,7 @@ fn a_call_examines_only_as_many_processes_as_it_has_time_for() {
     let mut found = Vec::new();
     for call in 0..3 {
         assert_eq!(machine.new_processes.has_examined_all(), call == 0);
-        // New processes come later, and so do others that we only examine again.
+        // New processes, and others that we only examine again, come after the ones that a call had no time for.
         machine.start(30 + call, "/bin/other");
         found.extend(machine.find(0));
     }

@@ -32,8 +32,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How long we rely on files that we've read. Reading one owner's again may take 1/[`SHARE`] of the time: if the owner
-/// has many cgroups, we read their files less often, but root's at least once in [`VALID_MOST`].
+/// How long we rely on files that we've read. To read an owner's files again may take 1/[`SHARE`] of the time: if the
+/// owner has many cgroups, we read their files less often, but root's at least once in [`VALID_MOST`].
 const VALID: Duration = Duration::from_secs(10);
 const VALID_MOST: Duration = Duration::from_secs(60);
 const SHARE: u32 = 2_000;
@@ -41,7 +41,7 @@ const SHARE: u32 = 2_000;
 const PAUSE: Duration = Duration::from_secs(60);
 /// How many late reads of one user's files, or of root's, may be under way at a time.
 const LATE_MOST: usize = 4;
-/// We remember this many cgroups of each owner, and of all owners. A path may take 4 KiB.
+/// We remember this many cgroups of each owner, and twice as many in all. A path may take 4 KiB.
 const REMEMBERED: usize = 4_096;
 const REMEMBERED_IN_ALL: usize = 2 * REMEMBERED;
 /// We read at most this much of a file.
@@ -301,7 +301,7 @@ impl Whose {
         }
     }
 
-    /// Root's own files have no limit.
+    /// We don't limit the time that reading root's own files takes.
     fn origin(self) -> Origin {
         match self {
             Self::User(uid) => Origin { user: Some(Share::User(uid)), cgroup: None },
@@ -310,7 +310,7 @@ impl Whose {
     }
 }
 
-/// The unit of the manager of the user whose cgroup this is.
+/// The unit of the user manager that started the processes in this cgroup, if one did.
 fn users_manager(cgroup: &str) -> Option<String> {
     opt_out_unit::user_of(cgroup).map(|uid| format!("user@{uid}.service"))
 }
@@ -394,7 +394,7 @@ impl Known {
     }
 }
 
-/// Forgets the entry of the owner with the most of them that needs to be read again first.
+/// Finds the owner with the most entries. Forgets the one of them that we'd have to read again first.
 fn forget_one(entries: &mut BTreeMap<Key, Entry>) {
     let mut counts: BTreeMap<Whose, usize> = BTreeMap::new();
     for key in entries.keys() {

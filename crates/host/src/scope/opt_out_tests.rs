@@ -441,7 +441,7 @@ fn files_that_do_not_answer_are_a_no_and_keep_no_other_user_waiting() {
     assert_eq!(known.get(key(Whose::User(1000), "/user/0"), now + PAUSE, Vec::new), []);
 }
 
-/// However many users there are, and however many cgroups each has.
+/// The limit holds for any number of users with any number of cgroups.
 #[test]
 fn the_cgroups_that_we_remember_are_bounded() {
     let known = Known::new();
@@ -468,7 +468,7 @@ fn the_cgroups_that_we_remember_are_bounded() {
     assert_eq!((count(&known, Whose::System), count(&known, Whose::User(50))), (40, 1), "who has few keeps them");
 }
 
-/// However many cgroups a user has, and however long its files take.
+/// This holds for any number of cgroups, and however long it takes to read their files.
 #[test]
 fn a_users_files_take_a_share_of_the_time() {
     let known = Known::new();

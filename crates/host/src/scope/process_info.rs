@@ -39,7 +39,7 @@ pub struct ProcessInfo {
     /// Why that selector doesn't count: it matches by a name that any user can choose.
     pub distrust: Option<Distrust>,
     /// Whether the process is running a 32-bit program. We can't mark such a program from outside, so it needs
-    /// `pagefold exec` unless all its memory is marked already. We read these separately.
+    /// `pagefold exec` unless all its memory is marked already. We read these two facts separately.
     pub(crate) is_32_bit: bool,
     pub(crate) needs_exec: bool,
 }
@@ -54,7 +54,7 @@ pub struct CgroupInfo {
     pub(crate) opt_outs: Vec<OptOut>,
     /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// The cgroup in each hierarchy. In place of a very deep one, the ancestor down to which we read.
+    /// The cgroup in each hierarchy. For a very deep one, the ancestor down to which we read.
     pub(super) all: Vec<Cgroup>,
     /// A cgroup that's too deep, or that we can't read, so it may have opted out. We leave the process alone.
     pub(crate) unreadable: Option<String>,
@@ -146,8 +146,8 @@ impl ProcessInfo {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
     }
 
-    /// The names by which the deny list knows the program: the executable's, and the command name, which is that of the
-    /// link by which it was started.
+    /// The names by which the deny list knows the program: the executable's, and the command name. The kernel takes the
+    /// latter from the link by which the program was started.
     pub(super) fn names(&self) -> [Vec<u8>; 2] {
         [self.program(), self.stat.comm.clone()]
     }
@@ -198,8 +198,8 @@ fn is_marked_as_a_whole(process: &Process) -> Result<bool, ReadError> {
     if let Some(marked) = KsmStat::of(process)?.merge_any {
         return Ok(marked);
     }
-    // Before Linux 6.14 the kernel doesn't say it, so we look at the code, which programs don't mark one by one. The
-    // kernel marks no stack that an exec sets up.
+    // Before Linux 6.14 the kernel doesn't tell us, so we check whether any code is marked: no program marks just its
+    // code. We can't ask for all memory to be marked, because the kernel marks no stack that an exec sets up.
     Ok(read_marked(process)?.iter().any(|detail| detail.vma.perms.exec && detail.vma.inode != 0))
 }
 

@@ -16,7 +16,7 @@ pub struct Rule {
 }
 
 /// The number of the first rule that matches. `notes` gets a sentence for each rule before it that matches by name only
-/// and doesn't apply; `named` says there what kind of rules they are, such as `trust domain`.
+/// and doesn't apply. In these sentences `named` is the kind of rules, such as `trust domain`.
 pub fn first_match(rules: &[Rule], info: &ProcessInfo, named: &str, notes: &mut Vec<String>) -> Option<usize> {
     for (at, rule) in rules.iter().enumerate() {
         match rule.matcher.matches(info) {

@@ -145,7 +145,7 @@ impl Selection {
         descendants
     }
 
-    /// Whether the cgroups of a process can matter, so that they're worth reading.
+    /// Whether a selector needs the cgroups of processes, so that we must read them.
     fn has_cgroups(&self) -> bool {
         self.matchers.iter().flatten().any(Matcher::needs_cgroups)
     }

@@ -391,7 +391,7 @@ fn a_process_in_a_cgroup_that_we_cannot_read_is_left_alone_whatever_is_overridde
     let history = ProgramHistory::default();
     let mut judge = Judge::new(&mut rules, &history);
     let deep = format!("0::{}\n", "/a".repeat(2_000));
-    // Longer than the kernel takes below the mount point.
+    // The path is longer than the kernel accepts below the mount point.
     let long = format!("0::{}\n", ["/", &"x".repeat(203)].concat().repeat(20));
     for (text, levels, is_read) in [("0::/a/b\n", 2, true), (deep.as_str(), 64, false), (long.as_str(), 20, false)] {
         let mut info = ProcessInfo::fixture("x", 1, None);

@@ -191,8 +191,8 @@ impl Label<'_> {
         matches!(unit_type(&self.name), Some("service" | "scope"))
     }
 
-    /// Whether `asked` is a name of this workload: as we show it, as it is in the path, the first digits of an
-    /// identifier, the engine's name for it, the start of a pod's name and `*`, or a service without `.service`.
+    /// Whether `asked` is a name of this workload: the one that we show or that is in the path, the first digits of an
+    /// identifier, the engine's name, the start of a pod's name and `*`, or a service's name without `.service`.
     pub(super) fn is_called(&self, asked: &Workload) -> bool {
         if self.kind != asked.kind {
             return false;
@@ -212,10 +212,10 @@ impl Label<'_> {
         false
     }
 
-    /// Whether only the system can have made this cgroup, to judge by the cgroups above: a service, or root in a
+    /// Whether only the system can have made this cgroup. We judge by the cgroups above: a service, or root in a
     /// container that we don't recognise, can make cgroups below its own. Podman does so, too, for a container that is
-    /// a service (`--cgroups=split`), and then says where. Of the cgroups that aren't systemd's we trust the topmost
-    /// ones, and those that Kubernetes and ECS make below theirs.
+    /// a service (`--cgroups=split`), but it records the cgroup. Of the cgroups that aren't systemd's we trust the
+    /// topmost ones, and those that Kubernetes and ECS make below theirs.
     pub(super) fn is_systems(&self) -> bool {
         self.is_below_slices()
             || self.kind == WorkloadKind::Container

@@ -119,18 +119,18 @@ impl Target {
         self.check.expire();
     }
 
-    /// How many pages may be merged in no region of ours, until we've unmarked them.
+    /// How many pages outside of our regions may be merged, until we've unmarked them.
     pub(crate) fn forgotten(&self) -> Pages {
         self.marks.forgotten
     }
 
-    /// Whether the process has marked memory, and isn't in the merged trust domain now, or wasn't when we marked it.
+    /// Whether the process has marked memory and is outside the merged trust domain, or was when we marked the memory.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }
 
-    /// The trust domain that the process was in when its memory was marked, by this run or an earlier one, maybe in its
-    /// parent before the fork. `None` if its memory wasn't marked.
+    /// The trust domain that the process was in when this run or an earlier one marked its memory. A fork may have been
+    /// marked as part of its parent. `None` if its memory wasn't marked.
     pub(super) fn domain_when_marked(&mut self, image: u64, history: &ProgramHistory) -> Option<DomainKey> {
         if self.marks.are_set {
             return Some(self.domain);
@@ -164,7 +164,7 @@ impl Target {
         self.pending.as_ref().is_some_and(|pending| now_ns >= pending.next_ns)
     }
 
-    /// Since when we could have removed the marks that must go: since now, if nobody has asked before.
+    /// Since when the marks that must go could have been removed. At the first call, that's now.
     pub(crate) fn waits_to_unmark_since(&mut self, now_ns: u64) -> u64 {
         let Some(pending) = &mut self.pending else { return now_ns };
         if pending.next_ns == 0 {
@@ -184,8 +184,8 @@ impl Target {
     }
 
     /// Records that a try has removed all the marks that it found. Returns whether to search for more at once. If the
-    /// process is marked again each time, its own program does that, and the marks we made are gone. Then we stop, or
-    /// unmark it again later if the memory must never be merged.
+    /// process is marked again each time, its own program does that, and the marks we made are gone. Then we stop. But
+    /// if the memory must never be merged, or somebody wants it unmerged, we try again later.
     pub(crate) fn set_unmarked(&mut self, now_ns: u64) -> bool {
         let Some(pending) = &mut self.pending else { return false };
         pending.passes += 1;

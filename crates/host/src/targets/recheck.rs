@@ -54,7 +54,7 @@ pub(super) struct LastCheck {
 #[derive(Debug)]
 struct CheckedProgram {
     image: u64,
-    /// The address space of the process, unless we must not read the process. After an exec, this address space is
+    /// The address space of the process. `None` if we mustn't read the process. After an exec, this address space is
     /// gone.
     space: Option<AddressSpace>,
     /// The dumpable attribute as we see it from outside. If it's unknown, we've asked the process itself, maybe some
@@ -327,7 +327,7 @@ impl Target {
                     self.forget_survey();
                 }
                 let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };
-                // An earlier run, or the process itself, may have set marks that we don't know of.
+                // There may be marks that we don't know of, set by an earlier run or by the process itself.
                 let may_be_marked = self.marks.are_set || is_new && marks == Marks::All;
                 if reason.withdraws_marks() && may_be_marked {
                     self.request_unmark(reason.clone(), marks);

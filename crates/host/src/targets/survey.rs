@@ -48,8 +48,8 @@ const MAPS_MIN_NS: u64 = 1_000_000_000;
 pub(super) const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
 const UNMARKED_FLAGS_SHARE: u64 = 20_000;
-/// After this time we survey even a process that hasn't run, because another one may register its memory with
-/// userfaultfd, nanoseconds.
+/// After this time, nanoseconds, we survey even a process that hasn't run, because another process may register its
+/// memory with userfaultfd.
 const FLAGS_MAX_NS: u64 = 300_000_000_000;
 
 /// We keep the reason for at most this many mappings that we leave alone.
@@ -64,11 +64,11 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
-    /// How many of its pages others held when we last counted the saving: merged pages, as Pss counts.
+    /// How many merged pages it had, less its part of these pages by Pss, when we last counted the saving.
     pub(super) shared: u64,
     /// Whether the process has locked or unlocked memory since the last survey, or made marked memory secret.
     pub(super) are_locks_new: bool,
-    /// By how many pages the address space has shrunk since the last survey, at most. It may have grown again.
+    /// The address space has shrunk by at most this many pages since the last survey. It may have grown again.
     dipped: u64,
     /// A survey that hasn't ended yet.
     pub(super) running: Option<RunningSurvey>,
@@ -333,8 +333,8 @@ impl Target {
         Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
     }
 
-    /// Leaves a process alone, and has the marks on its mappings removed, because we don't know its mappings, or don't
-    /// keep them.
+    /// Leaves a process alone because we don't know its mappings, or don't keep them. Also has the marks on its
+    /// mappings removed.
     fn leave_unmarked(&mut self, why: Exclusion, former: Option<Exclusion>) -> bool {
         if self.marks.are_set {
             self.request_unmark(why.clone(), Marks::Mappings);

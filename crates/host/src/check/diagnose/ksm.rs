@@ -146,8 +146,8 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
             "systemctl disable --now ksmtuned",
         );
     }
-    // If pagefold is running, memory that its process hasn't marked itself counts as marked by pagefold. Before Linux
-    // 6.14 the kernel doesn't tell them apart, so we show both.
+    // If pagefold is running, it counts as having marked all processes that haven't marked themselves, so we leave
+    // these out. Before Linux 6.14 the kernel doesn't tell them apart, and we show all.
     let is_running = facts.lock_holder.known().is_some();
     let mut others = users.clone();
     others.retain(|user| user.is_marked_by_itself != Some(false) || !is_running);
