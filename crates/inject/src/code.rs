@@ -33,7 +33,7 @@ impl Code {
         Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })
     }
 
-    /// Fills `bytes`, no more than a page, with the code at `at`. False if part of it isn't mapped or we can't read it.
+    /// Fills `bytes` (at most a page) with the code at `at`. Returns false if part of that isn't mapped or readable.
     pub fn read(&self, bytes: &mut [u8], at: u64) -> bool {
         let Some(last_byte) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
         let mut entries = [0; 2];
@@ -103,7 +103,7 @@ pub mod tests {
         Code::open(&Process::open(pid).unwrap(), pid).unwrap()
     }
 
-    /// `pages` pages of private memory of a file, none of them mapped yet.
+    /// Maps this many pages of a file privately. None of them is populated yet.
     pub fn unmapped(pages: usize) -> u64 {
         let file = File::open("/proc/self/exe").unwrap();
         // SAFETY: a new mapping, not yet used by anything.
@@ -140,7 +140,7 @@ pub mod tests {
             ControlFlow::Continue(())
         })
         .unwrap();
-        // "across" has mapped page 2. The piece that starts with page 32 begins with the last bytes of page 31.
+        // Writing "across" mapped page 2. The piece that starts with page 32 begins with the last bytes of page 31.
         assert_eq!(seen, [(0, 3), (31, 1), (31, 2), (50, 1), (99, 1)]);
         let mut byte = [0; 8];
         assert!(code.read(&mut byte, start) && byte[0] == b'x');

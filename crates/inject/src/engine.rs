@@ -69,8 +69,8 @@ impl Verdict {
 }
 
 /// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of our choice. If `is_shared`, other
-/// targets wait for us, too, so we leave a process that stalls alone for a while, and also others of its user or cgroup
-/// if many of them stall.
+/// targets are waiting for us. Then we leave a process that stalls us alone for a while, and if many of one user or
+/// cgroup stall us, we leave all of that user or cgroup alone.
 pub fn attempt(
     process: &Process,
     program: Option<&ProgramId>,
@@ -135,7 +135,7 @@ pub fn attempt(
             cut_short(own.load(Ordering::Relaxed));
             return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
         }
-        // Even the last call must be over by now. So it's a read of the return frame's memory that doesn't end.
+        // Even the last call must be over by now, so our thread must be stuck reading the return frame's memory.
         if slept >= PREPARING + stop + calls_end {
             progress.get_stuck();
         }
@@ -170,7 +170,7 @@ fn finish(
     }
 }
 
-/// Keeps us from trying a process again while one of our threads is busy with it. If `gives_up`, a pause follows.
+/// Keeps us from trying a process again while one of our threads is busy with it; if `gives_up`, for a pause as well.
 fn stall(process: &Process, thread: Weak<()>, gives_up: bool) {
     if gives_up {
         ATTEMPTS.give_up(process, thread);
@@ -236,8 +236,8 @@ fn cut_short(tid: i32) {
 /// The signal that interrupts [`seize`]. We use it for nothing else.
 const CUT_SHORT: i32 = libc::SIGSTKFLT;
 
-/// Skips the `ptrace` call that the thread is about to make again. Whatever the flags of the handler, the kernel would
-/// restart the interrupted call (ERESTARTNOINTR).
+/// Makes the thread skip the `ptrace` call that the signal has interrupted. Otherwise the kernel would restart the
+/// call, whatever the handler's flags (ERESTARTNOINTR).
 extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     // SAFETY: the kernel passes the registers of this thread, and restores them from there; at its instruction pointer
@@ -396,8 +396,7 @@ fn is_unlocked(process: &Process) -> bool {
     (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
 }
 
-/// Whether the call didn't run because a freezer held the thread. Once released, the thread takes a moment to freeze
-/// again.
+/// Whether a freezer kept the thread from making the call. A thread that we release takes a moment to freeze again.
 fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     (0..10).any(|_| {
         std::thread::sleep(Duration::from_millis(1));

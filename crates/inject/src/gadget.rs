@@ -24,8 +24,8 @@ pub fn is_syscall(word: u64) -> bool {
 }
 
 /// Finds a `syscall` instruction that thread `tid` can execute. We prefer the one that the thread is blocked in, then
-/// one in the vDSO (whose time functions fall back to the system call), then the first one in those pages of its
-/// executable mappings that are mapped in.
+/// one in the vDSO (whose time functions fall back to the system call), then the first one in the populated pages of
+/// the executable mappings.
 pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
     if let Activity::Syscall { pc, .. } = activity {
         let mut bytes = [0; 2];

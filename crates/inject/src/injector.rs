@@ -1,9 +1,9 @@
 //! The injector as its users see it: a process that is started again when it dies.
 //!
-//! An injector keeps no state, so a new one can take its place. After a death we don't know whether it carried out the
-//! request under way: the request fails with an error that says so, and the caller looks at the target again. Threads
-//! whose registers the dead process had borrowed resume by themselves or die ([`super::return_frame`]). So we wait
-//! longer before each further restart, and give up when injectors keep dying or we can't start one.
+//! An injector keeps no state, so a new one can take its place. When an injector has died, we don't know whether it
+//! carried out its last request: that request fails with an error that says so, and the caller looks at the target
+//! again. Threads whose registers the dead process had borrowed resume by themselves or die ([`super::return_frame`]).
+//! So we wait longer before each further restart, and give up when injectors keep dying or we can't start one.
 
 use super::starter::Starter;
 use super::worker::Connection;
@@ -25,8 +25,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 
 const FAILURES_MOST: u32 = 8;
 /// Once an injector has lived this long, earlier failures no longer count.
 const HEALTHY: Duration = Duration::from_secs(60);
-/// How long a request of [`InjectorHandle::run_first`] waits for an earlier request to end, and how often it checks
-/// whether that has ended.
+/// How long a request of [`InjectorHandle::run_first`] waits for an earlier request to end, and how often it checks.
 const TURN_LIMIT: Duration = Duration::from_secs(5);
 const TURN_TICK: Duration = Duration::from_millis(2);
 
@@ -193,8 +192,8 @@ impl InjectorHandle {
         supervised.run(batch)
     }
 
-    /// Like [`Self::run`], but waits for earlier requests to end, and if a patience is set, requests of [`Self::run`]
-    /// fail meanwhile. For a thread that its starter may abandon.
+    /// Like [`Self::run`], but waits for earlier requests to end. If there's a patience, requests of [`Self::run`] fail
+    /// meanwhile. Use this on a thread that its starter may abandon.
     pub fn run_first(&self, batch: Batch<'_>) -> Result<InjectionReport, InjectError> {
         self.queue.length.fetch_add(1, Ordering::Relaxed);
         let result = elsewhere(|| {
@@ -316,8 +315,8 @@ mod tests {
         echo '{"version":4,"id":'"${id%%,*}"',"pid":1,"cpu_ns":0,"refusal":null,"result":{"Ok":{"results":[],"stops":0,"longest_stop_ns":0,"total_stop_ns":0}}}'
     done"#;
 
-    /// An injector may still carry out a mark after we've stopped waiting for it. So code that unmarks must wait for
-    /// that before it reads the marks.
+    /// An injector may still carry out a mark after we've stopped waiting for its reply. So code that unmarks must let
+    /// the injector finish before it reads the marks.
     #[test]
     fn a_request_that_goes_first_waits_for_earlier_ones_and_keeps_later_ones_back() {
         const PATIENCE: Duration = Duration::from_millis(100);

@@ -186,7 +186,7 @@ pub enum InjectError {
     /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
-    /// The process is running a program other than the one that we judged, or running it for another user.
+    /// The process no longer runs the program that we judged, or runs it as another user.
     #[error(
         "process {pid} no longer runs the program that pagefold examined, or runs it as another user; try again later"
     )]
@@ -278,7 +278,7 @@ impl InjectError {
         }
     }
 
-    /// Whether we can't tell about the calls without a result: the process may have made them, or may still make them.
+    /// Whether calls without a result may have been made, or may still be made.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
     }
@@ -322,8 +322,8 @@ pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<Inje
 }
 
 /// Like [`inject`], but only while the process runs the batch's program, and as long as its user and cgroup haven't
-/// used up their share of our time ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier
-/// call is under way.
+/// used up their share of our time ([`pagefold_procmem::stalls`]). If the batch has no calls, this only makes sure that
+/// no earlier call is still under way.
 ///
 /// # Errors
 /// [`InjectError::OtherProgram`] if the process runs another program.

@@ -77,8 +77,8 @@ pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) 
     registers
 }
 
-/// The error that makes the kernel restart a call that our interrupt has made fail. `None` if the call didn't fail this
-/// way, or mustn't be made again.
+/// The error that makes the kernel restart a call, if our interrupt made the call fail. `None` if the call didn't fail
+/// that way, or mustn't be made again.
 fn restart_of(stopped: &Registers) -> Option<i64> {
     const BPF_PROG_LOAD: u64 = 5;
     const MOVES_DATA: u64 = 0x08 | 0x20; // FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_INSERT_RANGE
@@ -139,7 +139,7 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     registers
 }
 
-/// The registers that replace the call that a thread is about to enter by another one, which returns to `rip`.
+/// The registers that make a thread at the entry of a call enter another one instead, which returns to `rip`.
 pub fn entering(own: &Registers, rsp: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
     registers.rsp = rsp;

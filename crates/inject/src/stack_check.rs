@@ -6,8 +6,8 @@
 //! library's thread stack, with the thread's control block above the stack pointer and an inaccessible mapping directly
 //! below.
 //!
-//! Afterwards these pages hold zeros, and the next frame goes there again, unless the pages next to them have changed:
-//! a program that has begun to use this part of its stack would have touched them.
+//! Afterwards these pages hold zeros, and the next frame goes there again, unless a page next to them has changed: a
+//! program that has begun to use this part of its stack would have touched such a page.
 
 use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
@@ -24,7 +24,7 @@ use std::sync::{LazyLock, Mutex};
 
 /// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
-/// How much room we leave below a frame, at most, for a handler that runs there.
+/// We leave this much room below a frame, at most, for a handler that runs there.
 const HANDLER_BYTES: u64 = 64 << 10;
 /// How many pages we inspect at once: as many as one page table maps. We look first at pages whose page table is
 /// already in use, since they won't get a huge page.
@@ -260,8 +260,7 @@ mod tests {
         let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
         let here = &raw const stack as u64;
         let code = the_query_and_the_text_of_maps_agree as *const () as u64;
-        // For a file with a long path the query fails, but the text lists the mapping. In both cases it doesn't count
-        // as plain.
+        // For a file with a long path the query fails, but the text lists the mapping. Either way it isn't plain.
         let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
         let asked = addresses.map(|addr| plain(stack_check.mapping(addr)));

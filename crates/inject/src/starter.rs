@@ -1,5 +1,5 @@
-//! The starter, a process that starts the injectors of a daemon that can't start them itself: its seccomp filter
-//! forbids it to start programs, and an injector that inherited the filter couldn't suspend its targets' filters.
+//! The starter, a process that starts the injectors for a daemon. The daemon can't: its seccomp filter forbids it to
+//! start programs, and an injector that inherited the filter couldn't suspend its targets' filters.
 //!
 //! For each injector the daemon sends one end of a socket pair, and the starter replies with the injector's pid. The
 //! starter does nothing else, and ends when the daemon and the injectors have ended.

@@ -90,7 +90,7 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_wait4
             | libc::SYS_waitid
             | libc::SYS_msgrcv
-            // Continues, after a stop, one of the calls above that have a timeout.
+            // After a stop, this continues one of the calls above that have a timeout.
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
@@ -232,8 +232,8 @@ fn in_kernel_permille(stat: &Stat, activity: Activity) -> u64 {
     }
 }
 
-/// Watches a running thread for 2 ms: whether it blocks in a call that an interruption would change. If so, it may have
-/// been in that call while it ran, which we can't see.
+/// Watches a running thread for 2 ms, and returns whether it blocks in a call that an interruption would change. If it
+/// does, it may also have been running inside such a call, which we can't see.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);

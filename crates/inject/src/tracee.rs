@@ -209,7 +209,7 @@ impl Tracee<'_> {
         }) && frame.write(self.tid)
     }
 
-    /// If an earlier stop has made the thread enter `restart_syscall`: the number of the call that it continues there.
+    /// The number of the call that `restart_syscall` continues, if an earlier stop has made the thread enter that.
     fn number_restarted(&self, original: &Registers) -> Option<i64> {
         if signed(original.orig_rax) != libc::SYS_restart_syscall {
             return None;
@@ -380,7 +380,7 @@ impl Calling<'_> {
         let mut is_ours = true;
         let mut interrupted = false;
         let mut unused = 0;
-        // Until it enters the call, all that the thread does is return to user space. A freezer may stop it on the way.
+        // Until the thread enters the call, it does nothing but return to user space. A freezer may stop it on the way.
         let mut until_ns = clock_ns().saturating_add(limits.stop_ns).min(end_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
@@ -425,8 +425,8 @@ impl Calling<'_> {
     }
 
     /// Called at the entry of a system call. Replaces that call by `call`, verifies that this worked, and suspends the
-    /// seccomp filters until the call's exit. Returns false if the thread has run other code than ours, so that it
-    /// isn't at the entry of a 64-bit call. Then it makes no call.
+    /// seccomp filters until the call's exit. Returns false if the thread has run code other than ours, so that it
+    /// isn't at the entry of a 64-bit call. Then the thread makes no call.
     ///
     /// Until now a sibling may have replaced the code. From here to the exit the kernel has the call's number and
     /// arguments, so a sibling can't change them.
@@ -503,13 +503,13 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// How long the code is that a thread runs with borrowed registers: `mov $15, %rax; syscall`, and `syscall; ret` with
-/// the address after it.
+/// The lengths of the code that a thread runs with borrowed registers: `mov $15, %rax; syscall`, and `syscall`. Both
+/// include the first byte after `syscall`, to which the call returns.
 const SIGRETURN_LENGTH: u64 = 10;
 const SYSCALL_LENGTH: u64 = 3;
 
-/// Where a thread may be while we've borrowed its registers to run code of our choice: address and length of the two
-/// pieces of that code, and of the frame from which the kernel restores its own registers.
+/// The memory that a thread with borrowed registers may touch: address and length of the two pieces of code that it
+/// runs, and of the frame from which the kernel restores the thread's own registers.
 struct Borrowed {
     code: [(u64, u64); 2],
     frame: (u64, u64),

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// How many bytes of one mapping we search, and how many of all mappings of a process. Both pieces are in the first
-/// megabyte of glibc, musl and Go programs. In larger files there may be none.
+/// How many bytes we search in one mapping, and in all mappings of a process. Both pieces are in the first megabyte of
+/// glibc, musl and Go programs. In larger files there may be none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
 /// How many executable mappings of files we consider in one process.

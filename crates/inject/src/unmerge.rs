@@ -31,7 +31,7 @@ use thiserror::Error;
 /// How long we keep trying a target that is too busy to be stopped, and the pause between tries.
 const RETRY_LIMIT: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// Of how much address space we copy the merged pages from outside between two checks of the limits: 2 MiB, some 2 ms.
+/// When we copy merged pages from outside, we check the limits after this much address space: 2 MiB, some 2 ms.
 const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// How much address space one call unmarks if it has to make the copies.
 const STEP_BYTES: u64 = 4 * COPY_BYTES;
@@ -125,7 +125,7 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes `calls`, which unmark memory, one by one. If we can tell which pages are merged, copies those first that an
+/// Makes `calls`, which unmark memory, one by one. If we can tell which pages are merged, first copies those that an
 /// `madvise` call would copy. Fails when memory limits leave no room for the next step. `report` shows how far we got,
 /// also after an error.
 pub fn unmark_in_steps(
@@ -143,7 +143,7 @@ pub fn unmark_in_steps(
     let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
-    // Where we don't see which pages are merged, each call may have to copy a step, or all of a longer one.
+    // If we can't see which pages are merged, we assume that all are in the call's range, or at least a step of them.
     let copies_most = if shows_merged() { 0 } else { MarkState::of(process)?.copies_kib.saturating_mul(1024) };
     for call in calls {
         // ksmd goes on merging meanwhile, so we ask before each call how much it has to copy.
@@ -195,7 +195,7 @@ fn copy_merged(
     // The range may be much larger than the memory in it, so we only visit the pieces with merged pages.
     for (at, bytes) in steps(start, end, Bytes(WHOLE_BYTES)) {
         let run = (Vpn::of_address(at), u32::try_from(bytes / PAGE_BYTES).unwrap_or(u32::MAX));
-        // The number of each such piece, and of the pages to copy there.
+        // The number of each such piece, and how many pages we copy there.
         let mut pieces: Vec<(u64, u64)> = Vec::new();
         reader.merged_frames(process, &[run], true, |page, _| match pieces.last_mut() {
             Some((piece, pages)) if *piece == page.address() / COPY_BYTES => *pages += 1,
@@ -211,8 +211,8 @@ fn copy_merged(
     Ok(copied)
 }
 
-/// Fails unless the process's memory limits leave room for this many bytes of copies. No copies need no room: the
-/// process may be as close to its limit as it likes.
+/// Fails unless the process's memory limits leave room for this many bytes of copies. Without copies we need no room,
+/// however close the process is to its limit.
 fn check_room(process: &Process, roots: &Roots, copies: u64) -> Result<(), UnmergeError> {
     if copies == 0 {
         return Ok(());
@@ -348,7 +348,8 @@ impl Unmerged {
 /// The marked and merged memory of a process.
 #[derive(Clone, Debug)]
 pub struct MarkState {
-    /// `None` if the kernel doesn't say it: then we make the prctl to be sure. It does nothing to other processes.
+    /// Whether the process is marked as a whole. `None` if the kernel doesn't say: then we make the prctl to be sure,
+    /// which does nothing to a process that isn't.
     merge_any: Option<bool>,
     pub marked: Vec<(u64, u64)>,
     pub merged_kib: u64,
@@ -391,13 +392,13 @@ impl MarkState {
         self.merge_any != Some(false) || !self.marked.is_empty()
     }
 
-    /// Whether nothing speaks for marks. A process that was marked as a whole may have no marked mappings any more, if
-    /// we unmarked them and didn't get to the prctl.
+    /// Whether nothing suggests that memory is marked. A process that was marked as a whole may have no marked mappings
+    /// any more, if we unmarked them and didn't get to the prctl.
     pub fn shows_no_marks(&self) -> bool {
         self.marked.is_empty() && !self.is_known_to_ksmd
     }
 
-    /// If the kernel doesn't say whether the process is marked as a whole, takes it that it isn't.
+    /// Assumes that the process isn't marked as a whole, if the kernel doesn't say.
     pub fn assume_not_marked_as_a_whole(&mut self) {
         self.merge_any.get_or_insert(false);
     }
@@ -438,7 +439,7 @@ mod tests {
         assert_eq!(lengths(WHOLE_BYTES), [STEP_BYTES + 4096]);
     }
 
-    /// We make up the calls as we need them, however much address space is marked.
+    /// We produce the calls one by one as we need them, however much address space is marked.
     #[test]
     fn a_marked_address_space_takes_no_memory() {
         let state = state(Some(false), 1 << 47, 0);
@@ -483,7 +484,7 @@ mod tests {
             assert_eq!(prctls(unmarked), [true], "the zero pages aren't in marked mappings");
         }
         assert_eq!(prctls(state(Some(false), 4096, 0)), [false]);
-        // What ksmd knows may have been unmarked but for the prctl.
+        // In a process that ksmd knows, we may have unmarked all mappings and not made the prctl.
         let unmarked = MarkState { marked: Vec::new(), ..state(None, 0, 0) };
         assert!(unmarked.shows_no_marks() && !MarkState { is_known_to_ksmd: true, ..unmarked }.shows_no_marks());
         let mut unmarked = state(None, 4096, 0);

@@ -52,7 +52,7 @@ pub struct Reply {
     pid: u32,
     /// CPU time of the injector since it started, nanoseconds.
     cpu_ns: u64,
-    /// If the injector accepts no requests from this user: why.
+    /// Why the injector accepts no requests from this user, if it doesn't.
     refusal: Option<String>,
     result: Result<InjectionReport, InjectError>,
 }

@@ -227,14 +227,14 @@ fn a_frozen_process_is_refused(version: u32) {
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
     let calls = victim.calls(MARK, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
-    // This acts as if the process had been frozen after we checked that it isn't: the limits find out.
+    // As if the process had been frozen right after we checked that it isn't: a time limit ends the attempt.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
     assert!(!victim.is_marked() && freezer.is_frozen());
     freezer.freeze(false);
     wait_until("thawed", || !freezer.is_frozen());
-    // The injector stays attached to the frozen thread, whose call it would interrupt otherwise.
+    // The injector is still attached: if it had let the frozen thread go, the thread's call would have been cut short.
     wait_until("the victim is detached", || !victim.is_traced());
     victim.mark_repeatedly(2);
     wait_until("the victim is released", || held() == 0 && !victim.is_traced());

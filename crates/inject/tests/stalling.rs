@@ -128,7 +128,7 @@ fn very_many_mappings_take_the_injector_little_memory() {
     let before = peak(&injector);
     for number in 0..6 {
         let advice = if number % 2 == 0 { MARK } else { UNMARK };
-        // Once, the kernel prints 130 MB of names for us, which takes a second of CPU time.
+        // The kernel prints 130 MB of names for us, but only once. That takes a second of CPU time.
         wait_until("the call is made", || {
             let report = run_unchecked(&mut injector, &victim.process, &victim.calls(advice, 1), &Limits::default());
             report.is_ok_and(|report| report.results == [Ok(0)])

@@ -58,8 +58,8 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// Reports the progress of a long run. Ends the test if an injection gets stuck because its target is never released:
-/// by design it has no time limit.
+/// Reports the progress of a long run. Ends the test if an injection waits for ever for its target: by design that wait
+/// has no time limit.
 fn watch_progress(run: &Run) {
     const STALL_LIMIT: Duration = Duration::from_secs(150);
     let (begun, mut reported) = (Instant::now(), 0);

@@ -259,7 +259,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         early += u32::from(answer.is_none());
         // The stack must be clean: we only write there while we need the return frame.
         victim.end(&format!("kill {turn} after {delay:?}, {}", victim.kind));
-        // A frame that is still there shows that the tracer died while it needed it.
+        // A frame that is still there shows that the tracer died while it needed the frame.
         let left = victim.frames();
         midway += u32::from(left > frames[turn as usize % kinds.len()]);
         frames[turn as usize % kinds.len()] = left;

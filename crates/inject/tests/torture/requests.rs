@@ -116,7 +116,7 @@ pub fn by_injector(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // Injecting directly is faster than asking an injector process. We limit it so that those get enough requests, too.
+    // Direct injections are faster than injector processes. We limit them so that the processes get enough requests.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;

@@ -138,7 +138,7 @@ fn verdict(member: &Member, victim: &mut Victim) -> Result<Counts, String> {
     let runs = number(count("runs=")?)?;
     let sent = member.sent.load(Relaxed) + member.sent_inside.load(Relaxed);
     let most = sent + member.perhaps_sent.load(Relaxed);
-    // We may have sent signals to end its wait after the victim's last check.
+    // To end the victim's wait, we may have sent it signals after its last check.
     let least = if waits { 0 } else { sent };
     if !(least..=most).contains(&runs) {
         return Err(format!("its handlers ran {runs} times for {sent} to {most} signals"));

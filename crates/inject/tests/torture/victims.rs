@@ -82,7 +82,7 @@ pub struct Member {
     pub disturbed_by: Signals,
     /// Whether `/proc` shows the same signals whenever no handler runs.
     pub steady: bool,
-    /// Whether threads of this process inject into the victim. Then this process must not wait for it.
+    /// Whether threads of this process inject into the victim. Then this process must not wait for the victim.
     pub direct: bool,
     pub target: Mutex<Option<Arc<Target>>>,
     pub victim: Mutex<Option<Victim>>,
@@ -254,8 +254,8 @@ impl Drop for Victims {
     }
 }
 
-/// Whether a victim unblocks signals only during its call. Then they can't arrive at any other moment, and `/proc`
-/// shows one mask or the other.
+/// Whether a victim unblocks signals only during its call. Then they can't arrive at any other moment, and the mask
+/// that `/proc` shows isn't always the same.
 pub fn masks(name: &str) -> bool {
     name.contains("-mask") || name.starts_with("sigsuspend")
 }
