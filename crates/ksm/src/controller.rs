@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tracing::debug;
 
-/// What the orders to ksmd came to.
+/// The outcome of the orders to ksmd.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KsmdStatus {
     /// Whether an order is waiting or under way.

@@ -176,8 +176,8 @@ impl KnobWriter {
         }
     }
 
-    /// If we've changed this knob before, sets it to a value that recovery recognizes as ours without a record. Only
-    /// two knobs have such values, and writing these two never blocks.
+    /// If we've changed this knob before, sets it to a value that recovery recognizes as ours even without a record.
+    /// Only two knobs have such values, and writing these two never blocks.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value

@@ -95,9 +95,9 @@ impl Knobs {
         }
     }
 
-    /// If a pagefold has ended without restoring KSM, the knobs that differ from the kernel's defaults, with their
-    /// values. We recognize this by values that only pagefold sets: an endless sleep, or a batch that scans everything.
-    /// A state file may not exist, because the file system at /run was lost or isn't the one that we see.
+    /// The knobs that differ from the kernel's defaults, with their values, if a pagefold has ended without restoring
+    /// KSM. We recognize this by values that only pagefold sets: an endless sleep, or a batch that scans everything.
+    /// There may be no state file, because the file system at /run was lost or isn't the one that we see.
     pub fn orphaned(&self) -> Vec<(Knob, u64)> {
         if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
             return Vec::new();

@@ -29,7 +29,7 @@ pub enum TakeError {
     /// We've got the lock, but the process in the state file is alive: it was started with another lock file.
     #[error("KSM is held by process {pid}, which uses another lock file")]
     Busy { pid: i32 },
-    /// We can't undo the changes of an earlier run yet, because ksmd is in a scan that this run ordered.
+    /// We can't undo the changes of an earlier run yet, because ksmd is still in a scan that the earlier run ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
     /// Another pagefold holds the lock, or we can't open it.

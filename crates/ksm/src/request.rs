@@ -146,7 +146,7 @@ pub struct Range<'a> {
     pub address: u64,
     pub pages: u32,
     pub kept: Kept<'a>,
-    /// The kernel merges with a kept page that isn't merged yet only if at most this many processes map it. 0: any
+    /// If the kept page isn't merged yet, the kernel merges with it only if at most this many processes map it. 0: any
     /// number, or the zero page is kept.
     pub keep_mappers: u32,
 }
@@ -194,7 +194,7 @@ impl RequestDevice {
         let nobody = RawRange { nr_pages: 1, keep_pidfd: -1, take_pidfd: -1, keep_mappers: 1, ..RawRange::default() };
         let mut ranges = [nobody];
         match device.call(&mut ranges, &mut [0]) {
-            // The kernel doesn't know `keep_mappers`: otherwise its error would be that the pidfds are invalid.
+            // The kernel doesn't know `keep_mappers`. If it did, it would report the invalid pidfds instead.
             Ok(_) if ranges[0].status == -libc::EINVAL => return Err(RequestError::Version { path }),
             Ok(_) => {}
             // The number of an ioctl contains the size of its argument, so if another version changed the structure's

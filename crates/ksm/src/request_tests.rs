@@ -123,8 +123,8 @@ fn the_carrier_is_known_by_the_module() {
 struct Kernel {
     most: u64,
     calls: Vec<Vec<RawRange>>,
-    /// The calls, by number, that fail with this error. Below: calls in which the range with this number fails at this
-    /// page.
+    /// Calls that fail, by number, with their errors. Below: calls in which one range fails, with the range's number,
+    /// the page where it fails, and the error.
     fails: BTreeMap<usize, i32>,
     range_fails: BTreeMap<usize, (usize, u64, i32)>,
 }

@@ -69,10 +69,10 @@ pub struct State {
     schema: String,
     /// The boot during which we set the knobs. After another boot the knobs have the kernel's values again.
     pub boot_id: String,
-    /// The process that set the knobs. `None` once all are restored but those that must wait until nothing is merged.
+    /// The process that set the knobs. `None` once only knobs are left that must wait until nothing is merged.
     pub holder: Option<Holder>,
     pub original: BTreeMap<Knob, u64>,
-    /// The knobs that we've set, each with the values that it can have if no other program has changed it.
+    /// The knobs that we've set, each with the values that we may have given it.
     pub turned: BTreeMap<Knob, Vec<u64>>,
 }
 
