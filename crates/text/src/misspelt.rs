@@ -1,13 +1,13 @@
-//! Which name somebody meant.
+//! Guesses which name somebody meant.
 
 use std::cmp::min;
 
 /// The shortest word that we take for the beginning of a name.
 const CUT: usize = 3;
 
-/// The most similar of the known names, several if they're equally similar. At most one in `letters` letters (but any
-/// one) may be wrong, missing, too many, or swapped with the next. A name may also be cut short. Case and hyphens at
-/// the beginning don't count.
+/// The most similar of the known names, several if they're equally similar. One letter in every `letters` may be wrong,
+/// missing, extra, or swapped with the next; one such mistake is always allowed. A name may also be cut short. Case and
+/// hyphens at the beginning don't count.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>, letters: usize) -> Vec<&'a str> {
     let plain = |name: &str| name.trim_start_matches('-').to_lowercase();
     let word = plain(word);

@@ -90,7 +90,7 @@ pub fn percent(part: f64, whole: f64) -> String {
     }
 }
 
-/// A bar of `width` columns, `share` (0 to 1) of it filled, in eighths of a column.
+/// A bar of `width` columns, filled to `share` (0 to 1) in steps of an eighth of a column.
 pub fn bar(share: f64, width: usize) -> String {
     const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and 8 times the width")]

@@ -248,8 +248,8 @@ fn is_long_with_one_dash(word: &str) -> bool {
     word.len() > 2 && word.starts_with('-') && !word.starts_with("--")
 }
 
-/// The first example in the command's help that has the flag whose value is invalid; only the value from it if that's
-/// all that the command line lacks. If an argument is missing: the first example.
+/// Finds the first example in the command's help that has the flag whose value is invalid, or the first of all if an
+/// argument is missing. If the command line lacks only the example's value, returns the line with that value.
 fn example<Cli: Parser>(error: &Error, command: &Command, words: &[String]) -> Option<String> {
     let lacking = match error.kind() {
         ErrorKind::MissingRequiredArgument => String::new(),
