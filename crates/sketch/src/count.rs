@@ -76,7 +76,7 @@ impl Counter {
 struct Sampled {
     contents: [u64; CLASSES],
     pages: [u64; CLASSES],
-    /// The sum of the squares of the contents' numbers of copies, without the last class.
+    /// Each content's number of copies squared, summed over all classes but the last.
     squares: f64,
 }
 

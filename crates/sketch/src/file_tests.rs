@@ -80,7 +80,7 @@ fn rows_that_no_host_reports_are_refused() {
 
 #[test]
 fn numbers_have_a_limit() {
-    // Larger values are written as the largest ones that we read.
+    // We write a number that's above the limit as the limit.
     let mut file = small();
     (file.rows[0].saved_bytes, file.rows[0].cpu_millicores) = (1 << 60, u64::MAX);
     let row = &read(bytes_of(&file)).unwrap().rows[0];
@@ -168,7 +168,7 @@ fn footers_that_would_end_the_process_are_refused() {
     assert_eq!(after_groups(&[&[0x6c; 100][..], &[0; 100]].concat()), malformed);
     // Lists within lists.
     assert_eq!(after_groups(&[&[0x69][..], &[0x19; 10_000]].concat()), malformed);
-    // Parts that take much more memory than they're long, such as lists of numbers.
+    // Parts that take much more memory than their own length, such as lists of numbers.
     let error = after_groups(&[&[0x69, 0xf6, 0xa0, 0x9c, 1][..], &vec![0; 20_000]].concat());
     assert_eq!(error, "is damaged: its footer is longer than its groups need");
     // Groups within groups of the schema.

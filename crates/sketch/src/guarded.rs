@@ -12,7 +12,7 @@ thread_local! {
 /// Decodes with the parquet crate and turns its panics into errors, without the usual message.
 ///
 /// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some crafted
-/// files (version 59: in 27 of the 10,700 cases of the test of records).
+/// files (version 59: in 27 of the 10,700 cases that the test of records tries).
 pub fn guarded<T, E: Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,7 +1,7 @@
 //! The fleet's key, and digests of contents under that key.
 //!
 //! All hosts of a fleet have the same key, so the same content has the same digest on all of them. Without the key
-//! nobody can check a guess at a content against a digest.
+//! nobody can test whether a guessed content has a given digest.
 
 use std::fmt;
 use std::str::FromStr;

@@ -46,8 +46,8 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: `FOOTER_BYTES` plus `GROUP_BYTES` for each row group, which is twice what the footers need
-/// that we write. We limit it because a parsed footer takes several times its length in memory.
+/// How long a footer may be: `FOOTER_BYTES` plus `GROUP_BYTES` for each row group, which is twice as much as our own
+/// footers need. We limit it because a parsed footer takes several times its length in memory.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 

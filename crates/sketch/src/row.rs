@@ -59,8 +59,8 @@ pub struct Row {
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
     pub time_us: u64,
-    /// When the previous sketch was complete, or the first one began. The period of `came_bytes`, `went_bytes`,
-    /// `broken_bytes` and `cpu_millicores` starts there.
+    /// When the previous sketch was complete or, for the first one, when it began. The period of `came_bytes`,
+    /// `went_bytes`, `broken_bytes` and `cpu_millicores` starts there.
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,

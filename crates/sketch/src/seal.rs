@@ -45,7 +45,7 @@ pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec
     own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
 }
 
-/// The value of the checksum's entry until we know the checksum: zeros as digits.
+/// The value of the checksum's entry before we know the checksum: all its digits are zeros.
 pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }

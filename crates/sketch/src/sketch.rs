@@ -154,7 +154,7 @@ impl Sketch {
         self.len() == 0
     }
 
-    /// Whether we know that the workload has no contents, and not only that the sample has none.
+    /// Whether the workload certainly has no contents. An empty sample alone doesn't show that.
     fn is_surely_empty(&self) -> bool {
         self.is_empty() && self.theta() == MAX_THETA
     }
@@ -171,8 +171,8 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's serialised form of ascending hashes. Only from this form can the library make a sketch of hashes, or
-/// of its own tables of counts.
+/// The library's serialised form of ascending hashes. The library can make a sketch from hashes, or from its own tables
+/// of counts, only through this form.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {
