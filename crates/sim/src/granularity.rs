@@ -2,8 +2,8 @@
 //! memories that are too large to simulate page by page.
 //!
 //! An operation on a simulated page costs as much as on all of its real pages. A tree of `n` simulated pages has `n *
-//! g` nodes and is deeper by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample of
-//! the same content. With `n` of `L` pages sampled on each side, `n * n / L` meet
+//! g` nodes and is deeper by the logarithm of `g`. Samples are an exception: a sample is useful when it meets another
+//! sample of the same content. With `n` of `L` pages sampled on each side, `n * n / L` meet
 //! ([`pagefold_engine::sampling::estimate::samples_for_evidence`]). Among `L / g` simulated pages, as many meetings
 //! take `sqrt(g)` times fewer samples. So a simulated sample costs as much as `sqrt(g)` real ones.
 
@@ -34,8 +34,8 @@ impl Granularity {
         if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
     }
 
-    /// How many real samples one simulated sample stands for if we sample one in `every` pages. That's all of its real
-    /// pages if `every` is 1, and their square root if no two samples fall into one simulated page.
+    /// How many real samples one simulated sample stands for if we sample one in `every` pages. That's the number of
+    /// its real pages if `every` is 1, and the square root of that if no two samples fall into one simulated page.
     pub fn samples(self, every: u64) -> u64 {
         (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
     }

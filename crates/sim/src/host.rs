@@ -52,7 +52,7 @@ pub struct SimHost {
     /// Mappings that we haven't populated yet, with their first pages.
     mappings: Vec<(Mapping, Vpn)>,
     writers: Vec<Option<Writer>>,
-    /// When we last counted each region's resident pages, the count, and the region's part of their frames.
+    /// For each region: when we last counted its resident pages, the count, and the region's part of their frames.
     residents: FxHashMap<u32, (u64, Pages, Pages)>,
     pagefold_ns: u64,
     ours: bool,

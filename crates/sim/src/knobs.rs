@@ -65,8 +65,8 @@ pub struct Knobs {
     /// The probability that we can't stop a process, at each attempt. On request, the probability that a page is in
     /// use.
     pub busy: Permyriad,
-    /// The probability that reading a mapping takes so long that the rest of the plan isn't read, or that merging a range
-    /// on request takes so long that pagefold gives up waiting for the result.
+    /// The probability that reading a mapping takes so long that we skip the rest of the plan. On request, also that
+    /// merging a range takes so long that pagefold gives up waiting for the result.
     pub late: Permyriad,
     /// Whether the kernel shows that a page which only one process still maps was merged.
     pub shows_lone: bool,

@@ -49,7 +49,7 @@ pub(crate) struct Ksmd {
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
-    /// By how many pages the last batch exceeded its size, because ksmd can't visit part of a simulated page.
+    /// How many pages too many the last batch visited, because ksmd can't visit part of a simulated page.
     over: u64,
     sleep_ns: Option<u64>,
     state: State,

@@ -359,15 +359,15 @@ impl Memory {
         (self.frames.len() - self.free_frames.len()) as u64
     }
 
-    /// Whether pagefold's live host would know the regions of a process. If it leaves a process alone, it only keeps the
-    /// regions while something is marked.
+    /// Whether pagefold's live host would know the regions of a process. If pagefold leaves a process alone, the host
+    /// only keeps the regions while something is marked.
     pub(crate) fn shows_regions(&self, owner: u32) -> bool {
         let owner = &self.owners[owner as usize];
         let mut regions = owner.regions.iter().filter_map(|&key| self.region(key));
         !owner.out_of_scope && (!owner.left_alone || regions.any(|region| region.marks.pages() > 0))
     }
 
-    /// Whether others than these regions map the frame of a fork-shared or merged page.
+    /// Whether a fork-shared or merged page's frame is also mapped outside these regions.
     pub(crate) fn has_outsiders(&self, region: &Region, page: u32, family: &[Span]) -> bool {
         let backing = region.backing[page as usize];
         let frame = region.frame_of(page as usize);
@@ -413,8 +413,8 @@ impl Memory {
         }
     }
 
-    /// Forks a process. The child has the parent's mappings, including marks. Private pages become shared. Merged
-    /// frames get another page, which has no record until ksmd's next visit.
+    /// Forks a process. The child has the parent's mappings, including marks. Private pages become shared. The child
+    /// maps the parent's merged frames, too, where it has no records until ksmd's next visit.
     pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
         let Owner { untouchable, domain, numa, lineage, .. } = self.owners[parent.0 as usize];
         let child = self.add_owner(untouchable, domain, numa);

@@ -39,7 +39,7 @@ enum Event {
     Start,
     Exit,
     Fork,
-    /// Writes all its memory: with contents that its group writes, too, with contents of its own, or the old ones.
+    /// Writes all its memory: `Load` with its group's contents, `Diverge` with its own, `Touch` with the old ones.
     Load,
     Diverge,
     Touch,
@@ -54,7 +54,7 @@ struct Program {
     memory: Memory,
     mib: u64,
     is_huge: bool,
-    /// Its events, by the time, milliseconds. A `Start` after an `Exit` starts its successor.
+    /// Its events, with their times in milliseconds. A `Start` after an `Exit` starts its successor.
     events: Vec<(u64, Event)>,
 }
 
@@ -90,10 +90,10 @@ impl History {
             // Merging splits huge pages, which only pays if most of their pages are duplicates.
             let is_huge = memory != Memory::Half && random.below(8) == 0;
             for _ in 0..3.min(count - 3 * (group - 1)) {
-                // With half of the pages in common, all are of one size: parts much sparser aren't worth marking.
+                // Programs with half of their pages in common are equally large: we don't mark much sparser memory.
                 let may_differ = memory != Memory::Half && !is_huge && governor != Governor::Auto;
                 let mib = if may_differ && random.below(4) == 0 { (2 * mib).min(64) } else { mib };
-                // ksmd isn't woken for fewer than 1,024 pages that were rewritten.
+                // We don't wake ksmd for fewer than 1,024 rewritten pages.
                 let events = events(&mut random, mib >= 16 && !is_huge);
                 history.programs.push(Program { group, memory, mib, is_huge, events });
             }
@@ -256,8 +256,8 @@ impl Twins {
         }
     }
 
-    /// How many pages could be saved among the programs that never rewrite anything. Programs that do may have their
-    /// memory left alone for a while: merges that last for less than 45 s don't pay.
+    /// How many pages could be saved among the programs that never rewrite anything. We may leave the memory of the
+    /// others alone for a while: merges that last for less than 45 s don't pay.
     fn savable(&self) -> u64 {
         let mut frames = 0;
         let mut contents = BTreeSet::new();
@@ -275,8 +275,8 @@ impl Twins {
         frames - contents.len() as u64
     }
 
-    /// Whether we can tell which frames relatives would share if nothing were merged. `saving.rs` explains why we can't
-    /// if relatives rewrite what they share, and if they share pages that are merged with others of their own.
+    /// Whether we can tell which frames relatives would share without merging. We can't if they rewrite what they
+    /// share, or share pages that are merged with other pages of their own. The engine's `saving.rs` explains why.
     fn is_countable(&self) -> bool {
         let is_plain = |program: &Program| {
             !program.rewrites()

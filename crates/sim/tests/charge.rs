@@ -15,8 +15,8 @@ use pagefold_engine::random::Random;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost};
 
-/// How many random cases we run with ksmd and on request each, and the variable that sets another number, as in the
-/// live rounds.
+/// How many random cases we run, both with ksmd and on request. The variable sets another number, as in the live
+/// rounds.
 const SEEDS: u64 = 12;
 const SEEDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
 /// We must save at least this share of what the oracle could.
@@ -131,8 +131,8 @@ fn rewrite_all(sim: &mut Machine, case: &Case, random: &mut Random) {
     }
 }
 
-/// Runs a case, and returns what was saved, and again after we've lowered a limit. At the end all programs write to all
-/// of their memory.
+/// Runs a case. Returns what was saved, and if the case lowers a limit, also what was saved after that. At the end all
+/// programs write to all of their memory.
 fn run(seed: u64, host: SimHost) -> Vec<Saved> {
     let mut case = Case::random(seed);
     let mut sim = machine(&case, host);

@@ -15,7 +15,7 @@ const PAGES: u64 = 16 * MIB;
 const FIRST: u64 = 512;
 const HOUR: u64 = 3_600;
 const HALF_HOUR: u64 = HOUR / 2;
-/// When the programs begin to write, after they've filled their memory, seconds.
+/// Seconds until the programs begin to write. Before that they fill their memory.
 const BEGIN: u64 = 30;
 
 /// What became of a program's memory.
@@ -104,7 +104,7 @@ impl Writer {
     }
 }
 
-/// A content that pages have in common: the one at a place in a version of a program's data.
+/// A content that pages have in common. Each place in each version of a program's data has one.
 fn shared(version: u64, place: u64) -> u64 {
     (version + 1) << 24 | (place + 1)
 }

@@ -45,8 +45,8 @@ impl Decided {
     }
 
     /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be done
-    /// early, because regions that are being read (`being_read`) may join it. A young region may be merged early if
-    /// samples show that it's kin to an older one.
+    /// early, together with regions that are being read (`being_read`). A young region may be merged early if samples
+    /// show that it's kin to an older one.
     fn check(&self, log: &Log, next: &Self, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;
         let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
@@ -68,12 +68,12 @@ impl Decided {
         }
         match (decision.verb, then.verb) {
             (Verb::Leave, after) => assert_eq!(after, Verb::Leave, "{said}"),
-            // We don't read a region whole before its time, and don't forget one that's to be read or marked.
+            // We don't read a whole region before its time, and we don't forget that a region has to be read or marked.
             (Verb::Wait, Verb::Read | Verb::Mark) => assert!(is_due, "{said}"),
             (Verb::Read | Verb::Mark, Verb::Sample) => panic!("{said}"),
             _ => {}
         }
-        // What ends is over then: it's replaced, or put off with a new end.
+        // Once a decision's time is over, another decision replaces it, or it gets a new end.
         if is_over {
             assert!(!then.is_like(decision) || then.until_ns != decision.until_ns, "{said}");
         }

@@ -24,7 +24,7 @@ fn nothing_is_marked_or_scanned_while_another_domain_is_still_marked() {
     sim.set_foreign_marks(false);
     sim.run(30);
     assert!(sim.saved().0 >= 31 * MIB);
-    // If foreign marks are found later, perhaps before the second scan of earlier marks, no more regions are marked.
+    // If foreign marks turn up later, perhaps before the second scan of earlier marks, we mark no more regions.
     sim.set_foreign_marks(true);
     sim.run(2);
     let before = (sim.engine.ledger().marked, sim.engine.scans(), sim.saved());

@@ -1,5 +1,5 @@
-//! Pages shared through fork, where the kernel merges on request. The kernel makes the frame that stays a merged one
-//! for all who map it. It replaces the other frame only in the named process, and marks only the mappings that we name.
+//! Pages shared through fork, where the kernel merges on request. The frame that stays becomes a merged one for all who
+//! map it. The kernel replaces the other frame only in the named process, and marks only the mappings that we name.
 
 mod common;
 
@@ -99,7 +99,7 @@ impl Families {
         self.sim.truth().frames
     }
 
-    /// Asserts that there's one copy of the families' memory, and so many pages more.
+    /// Asserts that the families' memory takes the frames of one copy, and `more` frames besides.
     #[track_caller]
     fn assert_frames(&self, more: u64) {
         let frames = self.frames();
@@ -179,7 +179,7 @@ fn workers_of_workers_belong_to_the_family() {
     assert_eq!(families.sim.merged_unmarked(), Pages(0));
 }
 
-/// We take workers of two families, and then of one.
+/// First the two workers are of different families, then of the same one.
 #[test]
 fn workers_that_diverge_and_come_back_are_merged_again() {
     for pair in [[0, 7], [6, 7]] {
@@ -259,7 +259,7 @@ fn families_without_their_masters_or_without_their_workers_are_left_alone_and_sa
     }
 }
 
-/// As many processes map the frames as the family has members in scope.
+/// One member has diverged and another is out of scope, so as many processes map the frames as there are in scope.
 #[test]
 fn a_member_that_has_diverged_does_not_hide_one_out_of_scope() {
     let mut families = Families::new(4);
@@ -272,8 +272,8 @@ fn a_member_that_has_diverged_does_not_hide_one_out_of_scope() {
     families.assert_frames(PAGES);
 }
 
-/// Where the kernel calls fork-shared pages merged, we can't tell merged pages of an earlier run from those that outsiders
-/// map. We name neither, and reckon with both.
+/// Where the kernel calls fork-shared pages merged, we can't tell pages that an earlier run merged from pages that
+/// outsiders map. We name neither, and allow for both.
 #[test]
 fn pages_that_an_earlier_run_may_have_merged_are_reckoned_with() {
     let knobs = Knobs { shows_lone: false, ..Knobs::requested() };
@@ -288,7 +288,7 @@ fn pages_that_an_earlier_run_may_have_merged_are_reckoned_with() {
     }
 }
 
-/// We find that out page by page.
+/// We find out page by page which frames the outsider no longer maps.
 #[test]
 fn memory_that_a_member_out_of_scope_has_written_is_merged() {
     let mut families = Families::new(4);
@@ -301,7 +301,7 @@ fn memory_that_a_member_out_of_scope_has_written_is_merged() {
     families.assert_frames(PAGES);
 }
 
-/// ksmd merges the other half along with it, but that frees nothing: the outsider keeps its frames.
+/// ksmd also merges the half that the outsider hasn't written, but that frees nothing: the outsider keeps those frames.
 #[test]
 fn what_a_member_out_of_scope_keeps_is_not_counted_as_saved() {
     let mut families = Families::on(host(), 4);
@@ -330,7 +330,7 @@ fn what_a_process_shares_with_a_new_one_out_of_scope_is_not_merged() {
     let now_ns = sim.now_ns();
     let others = [0, 0].map(|_| sim.add(Process::starting_at(now_ns).mapping(mapping())));
     sim.run_and(60, |host| assert_eq!(host.merged_unmarked(), Pages(0), "at {} ns", host.now_ns()));
-    // The two that came later have one copy, and the family has another.
+    // The two newcomers share one copy, and the parent and its child another.
     let merged = |owner| {
         let region = sim.regions_of(owner)[0];
         let first = sim.span_of(region).expect("it is there").first;
@@ -389,7 +389,7 @@ fn with_ksmd_a_child_that_was_forked_from_marked_memory_is_merged_too() {
     assert!(frames <= PAGES + PAGES / 50, "{frames} frames");
 }
 
-/// More pages hold one content than a merged page may have sharers, while the processes are still being marked.
+/// While the processes are still being marked, one content fills more pages than may share a merged page.
 #[test]
 fn a_family_of_one_content_is_merged_at_once() {
     let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
@@ -400,7 +400,7 @@ fn a_family_of_one_content_is_merged_at_once() {
     assert!(frames <= PAGES / 50, "{frames} of {PAGES} frames");
 }
 
-/// ksmd merges the parent's zeros first. Its child's are left over in the frame that both shared.
+/// ksmd merges the parent's zeros first. The child's zeros stay in the frames that both shared.
 #[test]
 fn zeros_that_a_child_inherited_count_once() {
     for tenths in [0, 5, 10, 20] {

@@ -35,7 +35,7 @@ fn contained(host: &mut SimHost, programs: u32, limit: Pages) -> Vec<OwnerKey> {
     owners
 }
 
-/// Runs the engine. After each cycle, checks that no cgroup could exceed its limit if the engine ran no more.
+/// Runs the engine. After each cycle, checks that no cgroup could exceed its limit if the engine stopped now.
 fn run_within(sim: &mut Machine, seconds: u64, limits: &[(u32, Pages)]) {
     sim.run_and(seconds, |host| {
         for &(key, limit) in limits {
@@ -83,7 +83,7 @@ fn a_program_that_comes_from_outside_maps_no_more_than_a_limit_allows() {
         let owners = [(); 2].map(|()| sim.add(program(1)));
         sim.limit(LimitKey(1), limit, &owners);
         sim.run(60);
-        // One that has nothing to merge changes nothing.
+        // A program that has nothing to merge changes nothing.
         sim.add(program(9));
         sim.run(60);
         assert!(sim.saved().0 >= EACH * 98 / 100, "{:?}", sim.saved());
@@ -100,7 +100,7 @@ fn a_program_that_comes_from_outside_maps_no_more_than_a_limit_allows() {
     }
 }
 
-/// The engine is new to what an earlier run merged below a limit on everything.
+/// An earlier run merged programs below a limit that applied to all. The new engine doesn't know yet what was merged.
 #[test]
 fn a_program_from_outside_is_kept_out_after_a_restart() {
     let mut sim = Machine::with(host(), common::config());
@@ -168,8 +168,8 @@ fn where_a_limit_has_room_for_all_of_it_twice_all_is_merged() {
     }
 }
 
-/// Each second call to merge takes so long that we don't hear its result, and the kernel hides which merged pages are
-/// mapped by one process only. We must not give up merging below the limits for that.
+/// Every second call to merge takes so long that we don't hear its result, and the kernel hides which merged pages only
+/// one process maps. We must go on merging below the limits all the same.
 #[test]
 fn calls_without_a_result_and_hidden_flags_end_no_merging() {
     let knobs = Knobs { late: Permyriad(5_000), shows_lone: false, ..Knobs::requested() };
@@ -278,8 +278,8 @@ fn others_take_copies_of_their_own_when_a_cgroup_grows() {
     }
 }
 
-/// A program that grows to its limit, and needs the room of pages that its cgroup keeps for others, although it has
-/// rewritten its own.
+/// A cgroup grows to its limit. Its first program has rewritten all its pages, but the cgroup still keeps the old ones
+/// for others, and now needs their room.
 #[test]
 fn a_cgroup_that_has_rewritten_its_pages_may_grow_to_its_limit() {
     for mut sim in machines() {
@@ -417,7 +417,7 @@ fn a_child_needs_headroom_beside_its_parents() {
     let child = sim.fork(parent);
     sim.limit(LimitKey(1), limit, &[parent, child]);
     run_within(&mut sim, 10, &[(1, limit)]);
-    // It has no headroom of its own.
+    // The new program's cgroup has no headroom.
     let now_ns = sim.now_ns();
     let other = sim.add(Process::starting_at(now_ns).mapping(with(2)));
     sim.limit(LimitKey(2), Pages(EACH), &[other]);
@@ -441,7 +441,7 @@ fn fork(sim: &mut Machine, key: u32, parent: OwnerKey, limit: Pages) -> OwnerKey
     child
 }
 
-/// Each program forks a child every minute that writes the program's memory to a disk and ends, as Redis does.
+/// Every minute each program forks a child, which writes the program's memory to a disk and ends, as Redis does.
 #[test]
 fn children_that_soon_end_cost_others_no_merged_pages() {
     for sim in machines() {

@@ -14,7 +14,7 @@ const EACH: u64 = 24 * MIB;
 const MOST: usize = 8_192;
 
 /// A machine where the second and the last of six programs have equal memory, of different sizes so that they aren't of
-/// one family. Nobody has a copy of the others' pages.
+/// one family. The pages of the other four have no duplicates.
 fn machine(mut sim: Machine) -> Machine {
     sim.engine = Engine::new(Config { contents_most: MOST, ..config() });
     for number in 0..6 {

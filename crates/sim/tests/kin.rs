@@ -69,7 +69,7 @@ fn a_newcomer_is_merged_in_a_few_cycles() {
     }
 }
 
-/// We take the first newcomers for long-lived. When they end, we learn better.
+/// At first we expect newcomers to live long. When they end, we learn that they don't.
 #[test]
 fn clones_that_soon_end_are_merged_by_position_once() {
     let mut sim = Machine::new(requested());
@@ -173,12 +173,12 @@ fn more_clones_than_a_page_may_have_sharers_are_all_merged() {
         sim.run(10);
     }
     sim.run(60);
-    // They need three frames for each content.
+    // The clones need three frames for each content.
     assert!(sim.saved().0 >= (20 - 3) * PAGES * 9 / 10, "{:?}", sim.saved());
 }
 
-/// Forks a process that pagefold doesn't see. Then the parent writes all its pages but each eighth 256 KiB, so that only
-/// these still have a frame in common with the child. Returns the child.
+/// Forks a process that pagefold doesn't see. Then the parent writes all its pages except every eighth 256 KiB, and
+/// shares only these with the child from then on. Returns the child.
 fn fork_excluded(sim: &mut Machine, parent: OwnerKey) -> OwnerKey {
     let excluded = sim.fork(parent);
     sim.set_out_of_scope(excluded, true);
@@ -224,7 +224,7 @@ fn pages_that_an_excluded_process_shares_are_not_merged() {
     }
 }
 
-/// The template's pages were its own when we read them.
+/// When we read the template's pages, nobody else shared them.
 #[test]
 fn pages_that_an_excluded_process_has_shared_since_are_not_named_by_position() {
     let mut sim = Machine::new(requested());
@@ -242,14 +242,14 @@ fn pages_that_an_excluded_process_has_shared_since_are_not_named_by_position() {
         assert_eq!(kept, region);
         let at = usize::try_from(page.0 - first.0).unwrap();
         let pages = &shared[at..at + result.range.take.pages as usize];
-        // The kernel keeps none that more map than we know.
+        // The kernel keeps no frame that more processes map than we know of.
         assert!(matches!(result.merging, Merging::Absent | Merging::Full) || !pages.contains(&true), "{result:?}");
         left_out += pages.iter().filter(|&&is_shared| is_shared).count() as u64;
     }
     assert_eq!(left_out, EACH / 8);
 }
 
-/// How many pages we read of five newcomers, whose family we know well. Each next one is longer by this many pages than
+/// How many pages we read of five newcomers, whose family we know well. Each newcomer is this many pages longer than
 /// the one before. Regions of different lengths are never merged by position.
 fn read_of_newcomers(longer: u64, content: impl Fn(u64, u64) -> u64) -> u64 {
     let mut sim = Machine::new(requested());
@@ -305,7 +305,7 @@ fn a_family_that_diverges_is_no_longer_merged_by_position() {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
-    /// Whenever clones of two templates start, only equal pages of one domain are merged, nearly all of them in the end.
+    /// Whenever clones of two templates start, we merge only equal pages of one domain, and in the end nearly all.
     #[test]
     fn clones_are_merged_within_their_domains(
         clones in proptest::collection::vec((1_u16..3, 1_u64..3, 1_u64..3, 0_u64..20), 2..9),

@@ -124,7 +124,7 @@ fn auto_merges_within_a_minute_at_a_fifth_of_a_core_and_then_rests() {
     let spent = sim.course(60).last().unwrap().spent_ns - before;
     assert!(spent < 60 * SECOND * 2 / 1_000, "{spent} ns in a minute at rest");
     assert_eq!(sim.engine.state().activity.in_force, Governor::Low);
-    // It rises once memory gets scarce.
+    // The governor rises once memory gets scarce.
     sim.set_memory(memory(10));
     sim.run(5);
     assert_eq!(sim.engine.state().activity.in_force, Governor::Full);

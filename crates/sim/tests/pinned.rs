@@ -58,8 +58,8 @@ fn copies_of_pinned_memory_merge_with_each_other() {
     }
 }
 
-/// We mark a process with little headroom first. So whoever limits its own memory can have ksmd visit a pinned copy of
-/// its neighbours' memory before that memory, and yet isn't the first that we know.
+/// We mark processes with little headroom first. So whoever limits its own memory can make ksmd visit its pinned copy
+/// before its neighbours' memory, even if we've known the neighbours for longer.
 #[test]
 fn the_neighbours_of_pinned_memory_that_is_marked_first_are_not_blamed() {
     let mut sim = machine(&[false, false, false, true]);
@@ -104,7 +104,7 @@ fn memory_whose_copy_has_ended_is_not_taken_for_pinned() {
     }
 }
 
-/// Samples of a newcomer show that the older process has duplicates before the newcomer is old enough to be marked.
+/// Before a newcomer is old enough to be marked, its samples show that the older process has duplicates.
 #[test]
 fn memory_whose_copy_is_new_is_not_taken_for_pinned() {
     for tenths in 0..100 {
@@ -149,7 +149,7 @@ fn a_server_that_was_restarted_is_not_taken_for_pinned() {
 }
 
 /// ksmd has visited the server's pages in vain, and skips them for some scans (`smart_scan`). The zeros that merge
-/// beside them say nothing about them.
+/// beside these pages say nothing about them.
 #[test]
 fn a_server_with_zeros_is_merged_with_its_restarted_copy() {
     let mut sim = Machine::new(host());
@@ -178,7 +178,7 @@ fn a_server_with_zeros_is_merged_with_its_restarted_copy() {
     assert!(frames <= 4 * 16 * MIB + MIB, "{frames} frames");
 }
 
-/// Its only copy lies in a large mapping, too few pages to mark that.
+/// The only copy lies in a large mapping, where it's too little for us to mark that mapping.
 #[test]
 fn memory_whose_copy_is_not_worth_marking_is_not_taken_for_pinned() {
     let mut sim = Machine::new(host());
@@ -187,7 +187,7 @@ fn memory_whose_copy_is_not_worth_marking_is_not_taken_for_pinned() {
     assert_none_pinned(&mut sim, 60);
 }
 
-/// A quarter of the newcomer is a copy, which pays a little later, and the newcomer forks before.
+/// A quarter of the newcomer is a copy. Merging it pays a little later, and the newcomer forks before that.
 #[test]
 fn memory_whose_copy_pays_later_is_not_taken_for_pinned() {
     let mut sim = Machine::new(host());
@@ -200,7 +200,7 @@ fn memory_whose_copy_pays_later_is_not_taken_for_pinned() {
     assert!(sim.saved().0 >= 2 * 2 * MIB * 98 / 100, "{:?}", sim.saved());
 }
 
-/// We don't mark the one that was rewritten at once: first we see if it goes on changing.
+/// We don't mark rewritten memory at once: first we see if it goes on changing.
 #[test]
 fn the_model_of_memory_that_was_just_rewritten_is_not_taken_for_pinned() {
     let mut sim = Machine::new(host());

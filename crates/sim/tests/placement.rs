@@ -152,7 +152,7 @@ fn a_program_that_maps_a_frame_twice_counts_once() {
 #[test]
 fn frames_are_divided_among_their_sharers_only() {
     let mut sim = machine(4);
-    // 0 and 1 have one half in common, 1 and 2 the other. 3 only shares with a program on its own node.
+    // Programs 0 and 1 have one half in common, 1 and 2 the other. Program 3 only shares with one on its own node.
     let half = |series| Mapping::new(COMMON, Fill::Series(series)).of_family(series);
     sim.add(on(0).mapping(half(1)));
     sim.add(on(1).mapping(half(1)).mapping(half(2)));

@@ -76,8 +76,8 @@ fn dense_and_thin_replicas_are_merged_alike() {
     }
 }
 
-/// The page that others were merged with is written. Then copies of its old content appear, and all must become one
-/// page.
+/// The pages that others were merged with are written. Then copies of their old contents appear, and all copies of a
+/// content must become one page.
 #[test]
 fn pages_left_behind_are_merged_with_those_that_came_later() {
     let mut sim = Machine::new(requested());

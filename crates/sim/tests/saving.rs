@@ -212,7 +212,7 @@ fn what_workers_wrote_alike_counts_for_each_of_them() {
     }
 }
 
-/// A parent forks again when its first child has already rewritten half of its memory.
+/// A parent forks a second child after its first one has rewritten half of its memory.
 #[test]
 fn a_child_shares_what_its_parent_had_before_the_fork() {
     for mut twins in twins() {
@@ -331,7 +331,7 @@ fn families_whose_workers_allocate_memory_are_merged_with_each_other() {
     }
 }
 
-/// The workers of one master are like each other, and unlike it. Merging them saves nothing.
+/// The workers of one master are like each other, and unlike the master. Merging them saves nothing.
 #[test]
 fn one_family_whose_workers_allocate_memory_is_left_alone() {
     for mut twins in twins() {

@@ -70,7 +70,7 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
     }
 
-    /// How many frames the pages of a cgroup's processes take that aren't merged. The cgroup pays for a frame that it
+    /// How many private and fork-shared frames the processes of a cgroup map. The cgroup pays for a frame that it
     /// shares through fork with processes elsewhere.
     fn own_pages(&self, cgroup: &Cgroup) -> u64 {
         let mut private = 0;

@@ -48,7 +48,7 @@ impl SimHost {
     pub fn merged_pages(&self) -> Pages {
         Pages(self.granularity.scale(self.memory.merged_pages))
     }
-    /// Merged pages in memory that isn't marked, which nobody can unmerge.
+    /// Merged pages in unmarked memory, where nobody can unmerge them.
     pub fn merged_unmarked(&self) -> Pages {
         let mut pages = 0;
         for (_, region) in self.memory.live_regions() {

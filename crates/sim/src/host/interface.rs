@@ -103,20 +103,20 @@ impl SimHost {
         cost_ns + surveyed_ns
     }
 
-    /// Whether a page in this state may be shared through fork. A kernel that hides lone merged pages calls such pages
-    /// merged.
+    /// Whether a page in this state may be shared through fork. A kernel that hides lone merged pages calls fork-shared
+    /// pages merged as well.
     fn may_be_forked(&self, state: PageState) -> bool {
         state == PageState::Shared || state == PageState::Merged && !self.knobs.shows_lone
     }
 
-    /// The digest of a content by some of its lines, if that's enough.
+    /// The digest of a content by only some of its lines. `None` if we need the whole page.
     fn weak_digest(&self, content: u64, plan: &SamplePlan) -> Option<Digest> {
         let weak = line_digest(content, plan.digest_seed, plan.lines?, self.knobs.alike);
         let is_enough = weak != Digest::ZERO && !plan.colliding.contains(&weak);
         is_enough.then_some(weak)
     }
 
-    /// What it costs to read a page, or to hash so many lines of it.
+    /// What it costs to read a page, or to hash this many lines of it.
     fn read_page_ns(&self, lines: Option<u32>) -> u64 {
         let costs = &self.costs;
         let Some(lines) = lines else { return costs.read_page_ns };
@@ -301,8 +301,8 @@ impl Host for SimHost {
         for run in &plan.inspect {
             inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged, &mut others);
         }
-        // pagefold paces its counts by the number of pages. If these are coarse, it counts more often, so each count
-        // must be cheaper.
+        // pagefold paces its counts by the number of pages. If simulated pages are coarse, pagefold counts more often,
+        // so each count must be cheaper.
         cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
         let counted = plan.count.then(|| Counted { zeros: self.merged_zeros(), others });

@@ -7,8 +7,8 @@ use pagefold_engine::keys::{LimitKey, LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
-/// How often pagefold observes nodes and processes, nanoseconds, and which part of its time that may take. As on a live
-/// machine.
+/// How often pagefold observes nodes and processes, nanoseconds, and the part of its time that this may take: one in so
+/// many. As on a live machine.
 const REFRESH_NS: u64 = 2_000_000_000;
 const REFRESH_PART: u64 = 1_000;
 

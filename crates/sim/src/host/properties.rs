@@ -155,7 +155,7 @@ impl Rig {
         }
     }
 
-    /// Asks to move a page's frame to a node, and checks that it goes there, and only if it's merged.
+    /// Asks to move a page's frame to a node. Checks that only a merged frame moves, and only to that node.
     fn move_page(&mut self, region: RegionKey, page: Vpn, node: NodeKey) {
         let before = self.sim.node_of(region, page);
         let was_merged = self.sim.page(region, page).unwrap().1 == PageState::Merged;

@@ -133,7 +133,7 @@ impl<T: Copy + Default> RbTree<T> {
 
     pub(crate) fn remove(&mut self, at: u32) {
         let [less, more] = self.nodes[at as usize].below;
-        // The node that fills the gap, and whether the gap has taken away a black node.
+        // The node that fills the gap, and whether the paths through it have lost a black node.
         let (filler, lost_black);
         if less == NIL || more == NIL {
             filler = if less == NIL { more } else { less };

@@ -1,5 +1,5 @@
 //! A frame that a request has merged is in no tree until ksmd visits one of its pages. When a process exits, the kernel
-//! frees its records at once. If a page has been written or unmapped since, its record stays until the same address is
+//! frees its records at once. If a merged page is written or unmapped, its record stays until the same address is
 //! merged again, ksmd visits it, or its process exits. So KSM's counters may be too high. (We don't count records that
 //! the kernel leaves to forked processes.)
 
@@ -41,8 +41,8 @@ impl Present {
 }
 
 impl Ksmd {
-    /// Merges a page with the kept one, if they're equal, and if that is merged or at most so many processes map it. 0: any
-    /// number.
+    /// Merges a page with the kept one if they're equal, and if the kept one is merged already or at most
+    /// `keep_mappers` processes map it (0: any number).
     pub(crate) fn merge(&mut self, memory: &mut Memory, take: PageRef, kept: Kept, keep_mappers: u32) -> Merging {
         match kept {
             Kept::Zero => self.merge_with_zero(memory, take),

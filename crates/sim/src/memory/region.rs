@@ -46,7 +46,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// How many pages are merged with others than zeros.
+    /// How many pages map merged frames. Those that map the zero page don't count.
     pub(crate) fn merged(&self) -> Pages {
         let mut merged = Pages(0);
         for backing in &self.backing {
@@ -69,7 +69,7 @@ impl Region {
         u32::try_from(offset).ok().filter(|&offset| offset < self.len())
     }
 
-    /// The mapping that contains a page, and the other one if it contains one of the `pages` from there on.
+    /// The mapping that contains a page, and the upper one as well if any of the `pages` from that page on is there.
     pub(crate) fn mappings_at(&self, page: u32, pages: u32) -> Range<u32> {
         let start = if page < self.seam { 0 } else { self.seam };
         let end = if page + pages <= self.seam { self.seam } else { self.len() };

@@ -17,8 +17,8 @@ pub fn static_mix(sim: &mut SimHost, pages: Pages) -> [OwnerKey; 2] {
     [one(sim, Mapping::new(pages, Fill::Same(1)).of_family(1)), idle(sim, pages)]
 }
 
-/// Contents that exist exactly twice, in `pages` pages of each of two processes, beside `random` pages with contents of
-/// their own. The common case among real programs, and the hard one for sampling.
+/// Two processes with the same contents in `pages` pages each, so each content exists exactly twice, beside `random`
+/// pages with contents of their own. The common case among real programs, and the hard one for sampling.
 pub fn pairs(sim: &mut SimHost, pages: Pages, random: Pages) -> Vec<OwnerKey> {
     let mut owners: Vec<_> = (0..2).map(|_| one(sim, Mapping::new(pages, Fill::Series(2)).of_family(2))).collect();
     if random.0 > 0 {
@@ -68,8 +68,8 @@ pub fn mariadb(sim: &mut SimHost, instances: u32, pages: Pages) -> Vec<OwnerKey>
     replicas(sim, instances, pages, &Replica { template: 11, density, zeros: Permyriad(3_600), run: 7, shift: 0 })
 }
 
-/// Garbage-collected heaps with little in common. On three instances of java we measured 3 % savable, a third of that
-/// in dense extents, and that 28 % of the pages change within 30 s.
+/// Garbage-collected heaps with little in common. On three instances of java we measured 3 % savable (a third of that
+/// in dense extents), and 28 % of the pages changed within 30 s.
 pub fn java(sim: &mut SimHost, instances: u32, pages: Pages) -> Vec<OwnerKey> {
     // One extent in 66 is dense; the other duplicates are spread thinly.
     let mut density = vec![Permyriad(200); 66];

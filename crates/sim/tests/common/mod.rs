@@ -89,7 +89,7 @@ impl Machine {
         course
     }
 
-    /// Calls `change` for each of these pages of each region of a process, counted from the region's first page.
+    /// In each region of a process, calls `change` for these pages, counted from the region's first page.
     pub fn change_pages(
         &mut self,
         owner: OwnerKey,
@@ -253,7 +253,7 @@ impl Host for Recorder<'_> {
         for run in &plan.runs {
             log.pages.push((log.seen_ns, log.owners[&run.region], run.pages.into()));
         }
-        // We don't count the frames that the engine looks up to count what's saved.
+        // We leave out frames that the engine looks up only to count the saving.
         log.looks += if plan.count { 0 } else { plan.inspect.len() as u64 };
         log.activity += plan.activity.len() as u64;
         if log.lines.last() != Some(&plan.lines) {

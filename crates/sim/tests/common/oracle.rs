@@ -1,9 +1,9 @@
-//! Computes how much merging can save below memory limits at most. We may choose which page stays for each content, but
-//! no order of rewriting may take a cgroup over a limit that it would have stayed below without merging.
+//! Computes the most that merging can save below memory limits. We may choose which page stays for each content, but no
+//! order of rewriting may take a cgroup over a limit that it would have stayed below without merging.
 //!
 //! A frame that stays charged to a cgroup while processes outside map it takes one page of that cgroup's headroom: its
-//! limit, minus the pages that its processes have without merging. So we choose how many contents of each kind become a
-//! frame of which processes, and whose page stays. That's a linear program.
+//! limit, minus the pages that its processes have without merging. So for each kind of content we choose how many
+//! become a frame, which processes share it, and whose page stays. That's a linear program.
 
 use pagefold_engine::units::whole;
 use std::collections::BTreeSet;
@@ -56,7 +56,7 @@ pub fn most_saved(programs: &[Program], limits: &[Limit]) -> u64 {
     whole(maximum(&gains, rows).round())
 }
 
-/// One row of the linear program: the coefficients of the ways that take from an amount, then the amount.
+/// One row of the linear program: 1 for each way that takes from an amount, 0 for the others, then the amount.
 fn row(ways: &[Way], takes: impl Fn(&Way) -> bool, amount: u64) -> Vec<f64> {
     let mut row: Vec<f64> = ways.iter().map(|way| f64::from(u8::from(takes(way)))).collect();
     row.push(amount as f64);
@@ -81,7 +81,7 @@ fn kinds(programs: &[Program]) -> Vec<(BTreeSet<usize>, u64)> {
     kinds
 }
 
-/// Which sets of holders may share a frame: all of them, and the ones inside and outside each limit.
+/// The sets of holders that may share a frame: all holders, and for each limit the ones inside and the ones outside.
 fn sharer_sets(holders: &BTreeSet<usize>, limits: &[Limit]) -> BTreeSet<BTreeSet<usize>> {
     let mut sets = BTreeSet::from([holders.clone()]);
     for limit in limits {
