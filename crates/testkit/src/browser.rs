@@ -48,8 +48,8 @@ impl Browser {
         document
     }
 
-    /// Checks that the page and its tables fit into 400 pixels. The page forbids scripts, so the one that measures it is in
-    /// another page around it.
+    /// Checks that the page and its tables fit into 400 pixels. The page forbids scripts, so another page around it has
+    /// the script that measures.
     #[track_caller]
     pub fn assert_narrow(&self, page: &Path) {
         let around = self.dir.path().join("around.html");

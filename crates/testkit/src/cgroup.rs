@@ -51,7 +51,7 @@ impl Cgroup {
         Some(Self { path, root })
     }
 
-    /// As [`Self::create`], in a hierarchy that doesn't matter. If none is mounted, reports that and returns `None`.
+    /// As [`Self::create`], in whichever hierarchy is mounted. If none is, reports that and returns `None`.
     pub fn of_any_version() -> Option<Self> {
         let group = Self::create("pids").or_else(|| Self::create("unified"));
         if group.is_none() {

@@ -39,8 +39,8 @@ pub const POINTS: &[&str] = &[
     "unmarked",
 ];
 
-/// Points where a read can fail: files below `/proc/PID` (by the last component of their path), of KSM, of the machine,
-/// of memory cgroups, and pagefold's own files.
+/// Points where a read can fail: files below `/proc/PID` (named by the last component of their path), KSM's files, the
+/// machine's, those of memory cgroups, and pagefold's own.
 pub const READS: &[&str] = &[
     "read:stat",
     "read:status",

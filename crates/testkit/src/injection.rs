@@ -85,8 +85,8 @@ pub fn injector(mode: &str) -> Injector {
     Injector::spawn(Command::new(victim_binary("victim")).arg(mode)).unwrap()
 }
 
-/// In requests of tests: the program that the process runs when the call is made, whichever that is. No limit on the
-/// share of its user or cgroup applies then.
+/// In tests' requests this stands for whichever program the process runs when the call is made. The share of its user
+/// or cgroup isn't limited then.
 const ANY_PROGRAM: ProgramId = ProgramId { image: 0, exe: None, uid: 0 };
 
 /// Makes the injector of [`injector`] run `calls` in `process`, whichever program that runs.

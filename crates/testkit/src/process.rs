@@ -166,8 +166,8 @@ pub fn wait_until_merged(pids: &[i32], bytes: u64) {
     wait_until("they are merged", || are_merged(pids, bytes));
 }
 
-/// Waits at most `limit` until nothing of a process is marked or merged. `still` is the word for its state until then,
-/// in a failure's message.
+/// Waits at most `limit` until nothing of a process is marked or merged. If that takes longer, `still` is the word for
+/// the process's state in the failure's message.
 #[track_caller]
 pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     let began = Instant::now();

@@ -6,7 +6,7 @@
 //! ascending contents right below its memory. `check` answers how many pages don't hold the content written to them. The
 //! program ends when its input does.
 //!
-//! After `watch` it checks its memory all the time, one part between two commands.
+//! After `watch` it checks its memory all the time, part by part, while no command comes.
 //!
 //! `time` answers the number of its pages, and then, on a line for each page, how many cycles a write to it takes.
 //!
@@ -340,7 +340,7 @@ fn map_more(at: *mut libc::c_void, pages: u64, content: u64, flags: i32, file: i
     }
 }
 
-/// Maps `count` parts of a file that aren't adjacent in it, so that the kernel can't join the mappings.
+/// Maps `count` parts of a file with gaps between them, so that the kernel can't join the mappings.
 fn map_files(count: u64) {
     // SAFETY: the name ends with a zero; the new descriptor is ours alone.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"files".as_ptr(), libc::MFD_CLOEXEC)) };

@@ -288,7 +288,7 @@ pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     if (-4095..-133).contains(&answer) { Err(format!("leaked errno {answer}")) } else { Ok(answer) }
 }
 
-/// Counts down for `rounds` rounds of about a third of a nanosecond. Checks that every register survives this.
+/// Counts down for `rounds` rounds, each a third of a nanosecond or so. Checks that every register survives this.
 pub fn spin(rounds: u64) -> Result<(), Difference> {
     let mut frame = Frame::<RED>::new(victim_spin, rounds);
     frame.general[RCX] = rounds.max(1);

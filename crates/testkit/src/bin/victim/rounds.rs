@@ -12,7 +12,7 @@ use pagefold_testkit::injection::CONTENT;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// How long victims that compute pause, because many share the processors; in microseconds.
+/// Victims that compute pause for this many microseconds, because many of them share the processors.
 const REST_US: u32 = 3000;
 
 /// How many writes were cut short.

@@ -8,14 +8,14 @@
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
 //! | `locking` | like `locked`, but only from the first byte read to the second one; has 8 MiB of memory of its own |
 //! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
-//! | `frame` | a call to poll(2) that is injected stops the injector: meanwhile such a page replaces the one of the return frame. The first byte read ends that, and the second one is answered |
-//! | `ending` | its main thread, while it ends, writes such a page; it has ended after the first byte read, and the second one is answered |
-//! | `calling` | makes one call after another that reads 2 GiB without a look at signals and then, uninterruptibly, waits a second for such a page; with the same 1 MiB |
+//! | `frame` | after an injected poll(2) has begun, puts such a page in place of the return frame's, so that the injector blocks when it reads the frame. The first byte read ends that, and the victim answers the second one |
+//! | `ending` | its main thread writes such a page while it ends. The first byte read lets it end, and the victim answers the second one |
+//! | `calling` | makes one call after another. Each reads 2 GiB without checking for signals, then waits a second for such a page, uninterruptibly; with the same 1 MiB |
 //! | `late` | computes for ever, with the same 1 MiB. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
 //! | `regions` | has nearly as many small mappings of anonymous memory as we consider |
-//! | `churn` | splits and joins as many mappings all the time |
+//! | `churn` | splits and joins just as many mappings all the time |
 
 use crate::checks::{Memory, report};
 use crate::system::{WRITABLE, anonymous, map, map_at};
@@ -175,8 +175,8 @@ fn read_stalled_file() {
     let _ = File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64);
 }
 
-/// Reads from a file without pages, whose zeros the kernel copies without a look at signals. The end goes to the mapped
-/// page, which the server has to provide each time.
+/// Reads from a file without pages, whose zeros the kernel copies without checking for signals. The last part goes to
+/// the mapped page, which the server has to provide each time.
 fn call_for_long(file: &File) -> ! {
     const PART: usize = 2 << 20;
     const PARTS: usize = 1023;

@@ -105,8 +105,8 @@ fn run(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
 }
 
 /// Checks the rules of interruption, for any number of signals at any time. The program must see an EINTR exactly when
-/// a handler found the thread about to return one from the call. If SA_RESTART restarts the call, a handler without it
-/// must have run. If we unblock signals only during the call, each handler means an EINTR.
+/// a handler found the thread about to return one from the call. If SA_RESTART restarts the call, a handler without
+/// that flag must have run. If we unblock signals only during the call, each handler means an EINTR.
 fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String> {
     let before = signals();
     let counts = || [&RUNS, &INTERRUPTED, &FOR_GOOD].map(|count| count.load(Relaxed));

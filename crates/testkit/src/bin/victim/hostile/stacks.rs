@@ -18,7 +18,7 @@ const COROUTINES: usize = 4;
 /// A slot holds data that another thread checks, and above it a coroutine's stack.
 const SLOT: usize = 128 << 10;
 const DATA: usize = 16 << 10;
-/// The lowest part of a coroutine's stack also serves as a stack, so small that only code written for it runs there.
+/// The lower end of a coroutine's stack also serves as a stack of this size. Only code written for it runs there.
 const SMALL: usize = 256;
 
 struct Scheduler {

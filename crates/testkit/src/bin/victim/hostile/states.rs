@@ -204,7 +204,7 @@ pub fn shadow_stack(memory: Memory) -> Result<(), String> {
     verdict
 }
 
-/// Memory whose missing pages this program provides (userfaultfd). Each word holds its address.
+/// Memory whose missing pages this program provides (userfaultfd). Each word holds its own address.
 pub struct Faults(i32);
 
 impl Faults {

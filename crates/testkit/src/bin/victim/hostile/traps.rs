@@ -1,4 +1,4 @@
-//! Programs that handle their own traps: one that handles its system calls, one that uses page faults as a virtual
+//! Programs that handle their own traps: one that handles its own system calls, one that uses page faults as a virtual
 //! machine does for safepoints, and one that emulates another program's calls, as gVisor does.
 
 use super::rounds;
