@@ -43,8 +43,8 @@ pub enum Reason {
     Refused,
     /// We leave the region's process alone.
     ProcessLeftAlone,
-    /// The program soon writes its merged pages, so merges don't pay. We leave this share of the region's pages alone
-    /// for a time.
+    /// The program writes its pages again soon after they've merged, so merges don't pay. We leave this share of the
+    /// region's pages alone for a time.
     CowBroken(Permyriad),
     /// Too many of the region's pages change between two visits for merges to last.
     Volatile,
@@ -87,7 +87,7 @@ pub enum Reason {
     Done,
     /// We've read the whole region. Its duplicates are too scattered to be worth marking.
     Scattered,
-    /// The region has too few duplicates for a mark, however many of its pages they are.
+    /// The region has too few duplicates to be worth a mark, even if most of its pages are duplicates.
     TooSmall,
     /// This many processes share the region through fork, so merging costs more than it saves.
     SharedByMany(u64),
@@ -148,8 +148,7 @@ impl Decision {
         Self { until_ns: Some(until_ns), ..self }
     }
 
-    /// Whether both decisions say to do the same for the same reason. Their figures may differ, such as how far we've
-    /// read.
+    /// Whether both decisions have the same verb and reason. Their figures may differ, such as how far we've read.
     pub fn is_like(&self, other: &Self) -> bool {
         self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
     }

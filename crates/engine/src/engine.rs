@@ -102,7 +102,7 @@ struct Experience {
     lifetimes: Lifetimes,
     /// An earlier run's verdicts.
     verdicts: Verdicts,
-    /// Whether it pays, for each family, to merge unread pages with those at equal offsets.
+    /// For each family, whether it pays to merge unread pages with an older clone's pages at the same offsets.
     kin: KinRecords,
 }
 
@@ -169,8 +169,8 @@ impl Engine {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
     }
 
-    /// The latest count of the saving. `None` before the first count, while KSM has merged many more pages since, and
-    /// while we can't tell how many merges have ended since.
+    /// The latest count of the saving. `None` before the first count. Also `None` if, since the last count, KSM has
+    /// merged many more pages or we can't tell how many merges have ended.
     pub fn saving(&self) -> Option<&Saving> {
         self.saving.known(self.snapshot.ksm.saved())
     }

@@ -122,7 +122,7 @@ impl Budget {
     pub fn record(&mut self, now_ns: u64, cost: Cost) {
         let spent_ns = cost.total_ns();
         if self.observations.is_empty() {
-            // The CPU clocks start at 0 with the run. From here, the CPU time of starting up counts, too.
+            // The CPU clocks start at 0 with the run, so this counts the CPU time of starting up, too.
             self.observations.push_back((now_ns, 0));
         }
         let several = self.observations.len() > 1;
@@ -156,7 +156,7 @@ pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
     time_ns / 10_000 * u64::from(share.0)
 }
 
-/// The period of which `cpu_ns` is this share, nanoseconds: the inverse of [`share_ns`].
+/// How long a period must be for `cpu_ns` to be this share of it, nanoseconds: the inverse of [`share_ns`].
 pub fn period_ns(cpu_ns: u64, share: Permyriad) -> u64 {
     cpu_ns * 10_000 / u64::from(share.0.max(1))
 }

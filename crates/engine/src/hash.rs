@@ -46,7 +46,7 @@ pub struct Digester {
     secret: [u8; SECRET_BYTES],
 }
 
-/// XXH3's default length of a secret, bytes.
+/// The length of XXH3's default secret, bytes.
 const SECRET_BYTES: usize = 192;
 
 impl Digester {
@@ -138,7 +138,7 @@ impl LineDigester {
 
     /// Digests a run of pages. `change(first, hashes, from, to)` must extend each hash from `from` cache lines to `to`,
     /// starting at page `first`. As in the kernel, 0 means no hash, and `change` must skip it unless `from` is 0. Pages
-    /// without a hash get no digest. `colliding` are digests that different pages are known to have.
+    /// without a hash get no digest. `colliding` are digests that pages with different contents have in common.
     ///
     /// # Errors
     /// Any error of `change`.

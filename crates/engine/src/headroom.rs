@@ -18,20 +18,20 @@
 //! room by the time programs write to their zeros.
 //!
 //! A child maps its parent's merged pages, too, so right after a fork the sum counts them twice and may be above the
-//! limit. A child that only reads, as one that writes its parent's memory to a disk does, needs no room: if just one of
+//! limit. A child that only reads, such as one that saves its parent's memory to a disk, needs no room: if just one of
 //! the two writes a page, the cgroup is charged for one copy, as it would be without merging. If both write, pages kept
 //! for others come on top of both copies. So while the child is young ([`FORK_NS`]) and the only young one, there's no
-//! headroom for more merging, but we don't unmerge others' memory until less is left than copies of the parent's merged
-//! pages take. If both write everything within the seconds that unmerging takes, the limit can be exceeded by the pages
-//! that are kept for others.
+//! headroom for more merging, but we only unmerge others' memory once copies of the parent's merged pages no longer
+//! fit. If both write everything within the seconds that unmerging takes, the limit can be exceeded by the pages that
+//! are kept for others.
 //!
 //! One case needs no headroom: if a limit applies to every process in scope, copies of merged pages are charged where
 //! the pages were charged before, so the cgroup never uses more than it would without merging. This exception ends once
 //! a process outside the limit has had memory that may be merged: otherwise each restart of such processes would lift
 //! the bound. A process that was outside only until it was moved below the limit doesn't count. When the exception
 //! ends, more may be merged below the limit than the sum allows, and processes outside could map all of these pages. On
-//! request, processes outside get none of them. With ksmd no process outside is merged until they're unmerged, which we
-//! do once there's something to merge outside. We can't unmerge what another program, or an earlier run, has marked.
+//! request, processes outside get none of them. With ksmd, nobody outside is merged until we unmerge these pages, which
+//! we do once there's something to merge outside. We can't unmerge what another program, or an earlier run, has marked.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -43,8 +43,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::slice;
 
-/// For this long after a fork, nanoseconds, a child's pages that its parent maps, too, are no reason to unmerge others'
-/// memory: most children that never write them have ended by then.
+/// For this long after a fork, nanoseconds, we don't unmerge others' memory because of pages that a child shares with
+/// its parent: most children that never write them have ended by then.
 pub const FORK_NS: u64 = 60_000_000_000;
 
 /// The room left below one limit.
@@ -56,19 +56,18 @@ struct LimitRoom {
     left: Pages,
     /// How many more pages we may merge while half of the reserve is lent ([`Headroom::lend`]).
     lent: Pages,
-    /// By how much we'd exceed a limit that kills if all pages that may be merged were charged there for ever, apart
-    /// from those of young children. If the cgroup keeps pages for others, a part of the reserve has to be left
-    /// ([`cushion`]). A limit that we haven't read yet allows no more merging, but doesn't count here:
-    /// otherwise, anybody could have ksmd held with cgroups that take long to read.
+    /// By how much we'd exceed a limit that kills if all pages that may be merged, apart from those of young children,
+    /// were charged there for ever. If the cgroup keeps pages for others, a part of the reserve has to be left
+    /// ([`cushion`]). A limit that we haven't read yet allows no more merging, but doesn't count as exceeded:
+    /// otherwise, anybody could keep ksmd waiting with cgroups that take long to read.
     over: Pages,
     /// At most this many merged pages are charged to the cgroup for others. Its own programs may have rewritten theirs.
     kept: Pages,
-    /// Whether, since we began to bound merging below this limit, a process outside it has had memory that may be
-    /// merged.
+    /// Whether a process outside this limit has had memory that may be merged since we began to bound merging below it.
     is_shared: bool,
     /// Whether more was merged below this limit than fits, while it applied to every process in scope.
     is_overfull: bool,
-    /// Whether to unmerge that, because there's something to merge outside.
+    /// Whether to unmerge this excess, because there's something to merge outside.
     is_to_be_emptied: bool,
 }
 
@@ -232,13 +231,13 @@ impl Headroom {
         }
     }
 
-    /// The limit below which more was merged than fits, while it applied to every process in scope, and that doesn't
-    /// apply to this process: ksmd could have it map all of these pages.
+    /// The limit that keeps a process out, if any. It doesn't apply to this process, but more was merged below it than
+    /// fits while it applied to all in scope: ksmd could have this process map all of these pages.
     pub fn keeps_out(&self, owner: OwnerKey) -> Option<LimitKey> {
         self.overfull.iter().copied().find(|&key| !self.is_below(owner, key))
     }
 
-    /// Whether a limit keeps a process from mapping another's merged pages (see [`Self::keeps_out`]).
+    /// Whether a limit keeps `owner` from mapping merged pages of process `of` (see [`Self::keeps_out`]).
     pub fn keeps_apart(&self, owner: OwnerKey, of: OwnerKey) -> bool {
         self.overfull.iter().any(|&key| !self.is_below(owner, key) && self.is_below(of, key))
     }
@@ -247,20 +246,20 @@ impl Headroom {
         self.of_owner.get(&owner).is_some_and(|keys| keys.contains(&key))
     }
 
-    /// Sets whether ksmd merges whatever is marked, and has merged something. Then what a limit keeps out has no
-    /// headroom.
+    /// Sets whether ksmd merges whatever is marked, and has merged something. Then processes that a limit keeps out
+    /// have no headroom.
     pub fn set_by_marks(&mut self, by_marks: bool) {
         self.by_marks = by_marks;
     }
 
-    /// Notes that we have to unmerge what is too much below a limit. Returns whether that's new.
+    /// Notes that we have to unmerge the excess below a limit. Returns whether that's new.
     pub fn empty(&mut self, key: LimitKey) -> bool {
         let Some(room) = self.limits.get_mut(&key) else { return false };
         room.is_shared = true;
         !std::mem::replace(&mut room.is_to_be_emptied, true)
     }
 
-    /// Notes that a limit is exceeded even without merging: nobody is kept out for its sake.
+    /// Notes that a limit is exceeded even without merging, so that it no longer keeps anybody out.
     pub fn give_up(&mut self, key: LimitKey) {
         if let Some(room) = self.limits.get_mut(&key) {
             room.is_overfull = false;
@@ -268,7 +267,7 @@ impl Headroom {
         self.overfull.retain(|&overfull| overfull != key);
     }
 
-    /// Whether to unmerge what is too much below a limit.
+    /// Whether to unmerge the excess below a limit.
     pub fn is_to_be_emptied(&self, key: LimitKey) -> bool {
         self.limits.get(&key).is_some_and(|room| room.is_overfull && room.is_to_be_emptied)
     }
@@ -334,8 +333,8 @@ impl Headroom {
     }
 }
 
-/// A cgroup that keeps pages for others must have this much of its limit's reserve left. If it has less, we unmerge them,
-/// before a program that grows reaches the limit. We merge up to half of the reserve.
+/// A cgroup that keeps pages for others must have this much of its limit's reserve left. If it has less, we unmerge
+/// them, before a program that grows reaches the limit. We merge up to half of the reserve.
 pub(crate) fn cushion(reserve: Pages) -> Pages {
     Pages(reserve.0 / 4)
 }

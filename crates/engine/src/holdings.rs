@@ -1,8 +1,8 @@
 //! What the processes would hold if nothing were merged: what they hold, and what merging saves them.
 //!
 //! The host looks at what a process holds (Pss) when its memory has changed, and we count the saving at other times. So
-//! for each look we keep what was saved then: the larger of the counts before and after it. The sum stays the same while
-//! the process's memory is merged, or written and copied.
+//! for each look we keep what was saved then: the larger of the counts before and after it. Held plus saved memory
+//! stays the same while the process's memory is merged, or written and copied.
 
 use crate::keys::OwnerKey;
 use crate::saving::Saving;

@@ -45,8 +45,8 @@ pub struct Snapshot {
     pub now_ns: u64,
     /// The regions in scope that we may judge, without excluded ones.
     pub regions: Vec<RegionView>,
-    /// Whether the regions of processes that were there at the start may still be missing. An earlier run may have
-    /// merged them, so until then we can't count the saving.
+    /// Whether some regions of processes that ran at the start may still be missing. An earlier run may have merged
+    /// them, so we can't count the saving yet.
     pub is_starting: bool,
     pub ksm: KsmView,
     /// How the kernel merges equal pages.
@@ -361,7 +361,7 @@ pub struct PageSample {
     /// If the plan asked for it: whether a page that looks private is a merged one that only this process still maps,
     /// because others wrote theirs.
     pub lone: bool,
-    /// If the plan asked for it: whether processes outside its family map a page shared through fork, or may map it.
+    /// If the plan asked for it, for a page shared through fork: whether processes outside the family map it, or may.
     pub outsiders: bool,
     /// The NUMA node of a private page, on a machine with several.
     pub node: Option<NodeKey>,
@@ -479,7 +479,7 @@ pub struct MergeRange {
     /// Only replace pages that no other process maps, because we haven't read them. All others count as absent.
     pub needs_own: bool,
     /// Only keep pages that are merged already, or that at most this many processes map. If more processes map a page,
-    /// they share it through fork, and we don't see some of them, which would get it merged, too. 0 for the zero page.
+    /// we don't see all that share it through fork, and those would get it merged, too. 0 for the zero page.
     pub keep_mappers: u32,
 }
 

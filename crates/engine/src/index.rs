@@ -10,8 +10,8 @@
 //!
 //! The index has a limit. When it's full, we keep only the contents whose fingerprints end in one more zero bit: half
 //! of them. Both copies of a content have the same fingerprint, so we go on finding all duplicates among the contents
-//! that the index keeps, in whatever order we read them. Of the others we see no duplicates, and estimate how many
-//! there are from those that we do see ([`Index::stands_for`]).
+//! that the index keeps, in whatever order we read them. We see no duplicates among the other contents, but estimate
+//! their number from those that we do see ([`Index::stands_for`]).
 
 use crate::hash::Digest;
 use crate::units::low_bits;
@@ -420,7 +420,7 @@ mod tests {
         let found = (0..COPIED).rev().filter(|&content| record(content, 2) != Occurrences::None).count();
         assert_eq!(index.stands_for(), 32);
         assert!(count(found).abs_diff(u64::from(COPIED) / 32) < 60, "{found}");
-        // Most of the memory ends, and the index has room again.
+        // Most regions end, and the index has room again.
         for _ in 0..10 {
             index.sweep(|page| if page.slot == 2 { PageStatus::Present } else { PageStatus::Removed });
         }

@@ -227,8 +227,8 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
             region.marks.spans.push(Candidate { first, pages, resident, duplicate });
         }
         region.marks.scanned_whole = verdict.visited > Pages(0);
-        // The earlier run has judged marks that ksmd had visited. We don't judge them again, because copies may have
-        // ended since.
+        // The earlier run has judged marks that ksmd had visited. We don't judge them again, because the pages' copies
+        // may be gone by now.
         region.marks.merges = verdict.visited > Pages(0);
         let visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
         region.marks.visited = visited.min(region.view.resident);

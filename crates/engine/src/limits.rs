@@ -1,8 +1,8 @@
 //! How much we may do to targets in any second: pages read, stops, and how long one stop may be.
 //!
 //! A governor bounds pagefold's CPU time, while limits bound how much targets may notice. Reading a page briefly takes
-//! the target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from
-//! it. A group of processes can have lower limits, and its own share of a core, like a governor's.
+//! the target's `mmap_lock`, which slows down a target that maps and unmaps all the time. A stop takes time from any
+//! target. A group of processes can have lower limits, and its own share of a core, like a governor's.
 
 use crate::governor::share_ns;
 use crate::host::{StopSize, Stops};

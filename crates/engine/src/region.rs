@@ -71,8 +71,7 @@ pub struct Region {
     /// How the region's process uses its pages.
     pub usage: Usage,
     pub fork: Fork,
-    /// The number of the region's family by fork, if it overlaps regions of other processes in scope that are related
-    /// to its own.
+    /// The number of the region's fork family, if regions of related processes in scope overlap it.
     pub relatives: Option<u32>,
     /// If we merge unread pages with an older clone's before we read the rest of the region: how far we are.
     pub kin: Option<KinPass>,
@@ -225,7 +224,7 @@ impl Region {
         Pages(whole(marked.duplicate.0 as f64 * visited as f64 / marked.resident.0.max(1) as f64))
     }
 
-    /// How many of the region's pages may be merged.
+    /// How many of the region's pages may be merged by now.
     pub fn merged_at_most(&self) -> Pages {
         self.merged_by_ksmd().max(self.usage.merged.len())
     }
@@ -241,8 +240,8 @@ impl Region {
         !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
-    /// Starts to read the region whole, on the top level. If nothing in it was merged before, we first merge unread
-    /// pages with those of an older clone, if there is one.
+    /// Starts to read the region whole, on the top level. If nothing in it was merged before and it has an older clone,
+    /// we first merge unread pages with the clone's.
     pub fn examine(&mut self, top: usize) {
         let is_fresh = self.life.is_surveyed() && self.usage.merged.is_empty();
         let found = self.survey.kin.found().filter(|_| is_fresh);
@@ -253,8 +252,8 @@ impl Region {
         self.usage.merged_before = self.usage.merged.len();
     }
 
-    /// Whether the last reading of the whole region had at least this share of its pages merged, on request, and they
-    /// still are.
+    /// On request: whether at least this share of the region's pages was merged since we last began to read it whole,
+    /// and still is.
     pub fn has_gained(&self, share: Permyriad) -> bool {
         let gained = self.usage.merged.len().saturating_sub(self.usage.merged_before);
         gained > Pages(0) && Permyriad::of(gained.0, self.resident().0) >= share

@@ -1,9 +1,9 @@
 //! Relief for a cgroup that keeps more merged pages for others than its limit has headroom for.
 //!
-//! [`crate::headroom`] keeps merging from causing that. But programs may grow after we merged their pages, or somebody
-//! may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its new copies at
-//! once, and keeps the merged ones for other cgroups. So we give the other cgroups copies of their own, charged to
-//! them, if they have room.
+//! Thanks to [`crate::headroom`], merging doesn't cause that. But programs may grow after we merged their pages, or
+//! somebody may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its new
+//! copies at once, and keeps the merged ones for other cgroups. So we give the other cgroups copies of their own,
+//! charged to them, if they have room.
 //!
 //! Only in this case do we look up who maps which frame, and which frames are charged to the cgroup. So we know
 //! exactly:
@@ -48,15 +48,15 @@ pub fn margin_below(limit: Pages) -> Pages {
     UNMERGE_MARGIN.min(Pages(limit.0 / 4))
 }
 
-/// We look up at most this many pages in one cycle. A survey ends once it has found this many merged pages, which took
-/// 20 MB where all were charged frames, or after this time, nanoseconds, because ksmd rests meanwhile. Half of each is
-/// for the cgroup's own pages. What we haven't looked at counts as worst for the cgroup: all of its own pages are
-/// merged, and others keep all frames that are charged to it. But we don't know who, so the next survey begins there. If
-/// a frame that we expected to come free is mapped there, too, that survey finds it.
+/// We look up at most `LOOKED_UP_AT_ONCE` pages in one cycle. A survey ends once it has found `FOUND_MOST` merged pages
+/// (20 MB where all were charged frames) or after `LASTS_MOST_NS` nanoseconds, because ksmd rests meanwhile. The
+/// cgroup's own pages get half of each. Of pages that we haven't looked at, we assume the worst: the cgroup's own are
+/// all merged, and others keep all frames that are charged to it. But we don't know who keeps them, so the next survey
+/// begins there. If a frame that we expected to come free is mapped there, too, that survey finds it.
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 const FOUND_MOST: usize = 1 << 18;
 const LASTS_MOST_NS: u64 = 10_000_000_000;
-/// How many pairs of a frame and a part that maps it we compare to choose parts.
+/// To choose parts, we compare at most this many pairs of a frame and a part that maps it.
 const COMPARED_MOST: usize = 1 << 22;
 /// The first pause between two surveys of who maps the charged pages, nanoseconds. It doubles while they find nothing
 /// to unmerge.
@@ -172,7 +172,7 @@ struct Survey {
     others: VecDeque<PageRun>,
     /// How many merged pages we've found.
     found: usize,
-    /// By how much less the cgroup might use without merging than we know, because of pages that we didn't look up.
+    /// Without merging, the cgroup might use up to this much less than we compute, because we didn't look up all pages.
     unseen: Pages,
     /// Merged pages of the cgroup's processes, by region.
     merged: FxHashMap<Place, u64>,
@@ -180,7 +180,7 @@ struct Survey {
     frames: FxHashSet<u64>,
     /// Other processes' parts with pages that are charged to the cgroup. The last one may have none yet.
     parts: Vec<FoundPart>,
-    /// Charged frames that other processes map, each after the index of the part: in order.
+    /// Charged frames that other processes map, in pairs of the part's index and the frame, in order.
     outside: Vec<(u32, u64)>,
     /// How many of the cgroup's own pages are merged and wait for unmarking. They don't count in `merged`.
     merged_waiting: Pages,
@@ -212,7 +212,7 @@ pub struct Relief {
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at_ns: u64,
-    /// How long we don't survey again after it if nothing has got worse, nanoseconds.
+    /// How long we wait before the next survey if nothing gets worse, nanoseconds.
     pause_ns: u64,
     /// By how much the limit could be exceeded when the survey began.
     over: Pages,
@@ -328,7 +328,7 @@ impl Relief {
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
-        // At least half are others' pages, also if we look rarely.
+        // As long as others have pages to look up, at least half are theirs, even if we look rarely.
         let most = if survey.others.is_empty() { LOOKED_UP_AT_ONCE } else { LOOKED_UP_AT_ONCE / 2 };
         let mut runs = take_pages(&mut survey.own, most);
         let own: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -512,7 +512,7 @@ impl Survey {
         (used + merged).saturating_sub(Pages(count(self.frames.len())))
     }
 
-    /// Whether that's certainly more than its limit.
+    /// Whether the cgroup would certainly exceed its limit without merging.
     fn is_too_large(&self, kills: KillLimit) -> bool {
         self.without_merging(kills).saturating_sub(self.unseen) > kills.limit
     }
@@ -589,14 +589,14 @@ impl Survey {
 /// The parts that we choose, and the frames that come free by that.
 struct Choice<'a> {
     survey: &'a Survey,
-    /// The parts with charged frames that can come free, and these frames, sorted by either.
+    /// Pairs of a part and a charged frame in it that can come free, sorted by part and sorted by frame.
     by_part: &'a [(u32, u64)],
     by_frame: &'a [(u64, u32)],
     budget: CopyBudget<'a>,
     /// Processes without room for the copies that they'd need. Frames that they map can't come free.
     full: FxHashSet<OwnerKey>,
     taken: BTreeSet<u32>,
-    /// How many pages of parts that we haven't taken map each frame, and how many frames nobody maps any more.
+    /// For each frame, how many pages map it in parts that we haven't taken. And how many frames nobody maps any more.
     held: FxHashMap<u64, u64>,
     free: Pages,
     compared: usize,
@@ -885,7 +885,7 @@ mod tests {
         }
     }
 
-    /// One without room for its copies may map as many of the frames as it likes, as often as it likes.
+    /// A process without room for its copies may map any number of the frames, any number of times.
     #[test]
     fn who_has_no_room_keeps_only_frames_that_it_maps_from_relief() {
         const EACH: u64 = 1_500;

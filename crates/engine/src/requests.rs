@@ -182,8 +182,8 @@ impl Requests {
         true
     }
 
-    /// Has the kernel mark the mapping of a page, by asking it to replace the page by itself. The kernel marks the
-    /// mapping before it notices that both pages are the same.
+    /// Has the kernel mark the mapping of a page, by asking it to replace the page with that same page. The kernel
+    /// marks the mapping before it notices that both are the same.
     pub fn mark(&mut self, page: IndexedPage) {
         self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
     }
@@ -359,14 +359,14 @@ impl Requests {
             return None;
         }
         if pair.is_relative {
-            // The relative's program has written to the page there, which we hadn't read: we learn nothing from that.
+            // We hadn't read the relative's page, and its program has written it: we learn nothing from that.
             return None;
         }
         if merging == Merging::Shared {
             self.differing.remove(&pair.digest.fingerprint());
             return None;
         }
-        // From now on we keep this page for the content.
+        // From now on, the page that was to be replaced is the one that we keep for this content.
         index.point_to(pair.digest, pair.take.location);
         if matches!(merging, Merging::Differs | Merging::Absent) {
             return self.record_mismatch(merging, pair, table);

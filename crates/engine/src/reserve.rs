@@ -1,14 +1,14 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
 //! A write to a merged page needs a page for the copy. At worst, programs take back everything that we save. The likely
-//! amount is as much as they took back in the worst hour, halved for each hour since. (The kernel counts copies of the
-//! whole machine. Anybody can make many of them, with memory that they mark themselves, so one burst must not count for
-//! long.) We compare the memory left, on the machine and below each cgroup limit, with both:
+//! amount is what they took back in the worst hour, halved for each hour since. (The kernel counts copies of the whole
+//! machine. Anybody can cause many by marking memory of their own, so one burst must not count for long.) We compare
+//! the memory left, on the machine and below each cgroup limit, with the worst case and with the reserve:
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
-//!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
-//!   we merge there ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all
-//!   processes in scope are below it.
+//!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies, so we bound how
+//!   much we merge there ([`crate::headroom`]). Memory there is overcommitted only if programs have grown since, or if
+//!   all processes in scope are below the limit.
 //! - If less is left than the reserve, memory is short: we merge nothing more there until there's room again.
 //!
 //! Unmerging makes no room, it takes some at once. It only brings forward, in steps and while there is room, copies
@@ -44,7 +44,7 @@ const OWN_COPIES_NS: u64 = 2_000_000_000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
     /// Enough for the copies that programs are likely to make of merged pages, and at least 5 % of memory. But never
-    /// more than if they copied all merged pages.
+    /// more than copies of all merged pages would take.
     #[default]
     Auto,
     /// A share of the machine's memory, and of each limit.
@@ -226,8 +226,8 @@ pub struct Reserve {
     limits: BTreeMap<LimitKey, Room>,
     /// The processes with too little memory below a limit.
     short: BTreeSet<OwnerKey>,
-    /// Copies caused by programs' writes. We don't count copies from unmarking: otherwise each step would make it look
-    /// likely that more comes back.
+    /// Copies caused by programs' writes. We don't count copies from unmarking: otherwise each step of unmerging would
+    /// make more copies look likely.
     copies: Copies,
     own_copies: u64,
     counted: u64,
@@ -291,7 +291,7 @@ impl Reserve {
         was_short || self.is_short_for_some()
     }
 
-    /// How much is likely to come back: as much as programs took back in the worst hour, halved for each hour since.
+    /// How much is likely to come back: what programs took back in the worst hour, halved for each hour since.
     pub fn likely(&self) -> Pages {
         self.copies.worst_hour(self.machine.worst)
     }

@@ -1,20 +1,19 @@
 //! Counts how much merging saves the processes in scope, by frames.
 //!
-//! KSM's own counters don't show how much merging saves them. They cover the whole machine, they keep counting pages
-//! that were unmapped or written until ksmd's next scan, and they count each child of a fork. So once in a while we
-//! look up which merged frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as
-//! Pss counts). If nothing had been merged, the `f` processes forked from each other that map it at the same address
-//! would hold `u` frames: one for each that had a frame of its own when we read it, and one for the others, who share
-//! it through fork.
+//! KSM's own counters don't show that. They cover the whole machine, they still count unmapped and written pages until
+//! ksmd's next scan, and they count each child of a fork. So once in a while we look up which merged frames our
+//! processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If nothing had been
+//! merged, the `f` processes forked from each other that map it at the same address would hold `u` frames: one for each
+//! that had a frame of its own when we read it, and one for the others, who share it through fork.
 //!
 //! ```text
 //! saved            = sum over pages of u/f - 1/n
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! If a relative that we don't merge keeps that frame, merging the others doesn't free it, and `u` counts only frames
-//! of their own. If that frame became the merged one, the figure is too low. (With ksmd we only mark such pages along
-//! with others.)
+//! If a relative that we don't merge keeps the fork-shared frame, merging the others doesn't free it, and `u` only
+//! counts the relatives' own frames. If KSM kept that very frame as the merged one, the figure is too low. (With ksmd
+//! we only mark such pages along with others.)
 //!
 //! Once pages are merged, we can't tell how relatives came to share a frame. If relatives wrote the same contents after
 //! the fork, and ksmd merged these pages before we read them, we take them for sharers by fork.
@@ -24,7 +23,7 @@
 //!
 //! Up to [`PAGES_MOST`] present pages, we look up every page that may be merged. With more, we look up runs of pages at
 //! regular distances, at the same addresses in every process, so that we compare relatives. In memory that's nearly
-//! empty, the runs are longer instead of rarer: one page that stands for thousands would spoil the figure for everybody.
+//! empty, the runs are longer instead of rarer: one page that stands for thousands would spoil everybody's figure.
 
 use crate::host::{ChangeResult, Counted, Marking, MergedSample, PageRun, PageState};
 use crate::keys::{LineageKey, OwnerKey};
@@ -50,7 +49,7 @@ const MERGED_NS: u64 = 900;
 const PROCESS_NS: u64 = 5_000;
 /// Counting may take one part in this many of a core, and a quarter of that while nothing changes.
 const SHARE: u64 = 2_000;
-/// If KSM has merged more than this many pages since the last count, and a quarter more than before, we don't know the
+/// If KSM's figure has grown by more than a quarter plus this many pages since the last count, we don't know the
 /// saving.
 const LITTLE_MERGED: u64 = 2_048;
 /// A frame with this many mappers has one of the few contents that are all over the place. KSM's default of
@@ -61,9 +60,9 @@ const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 60_000_000_000;
 /// While we're reading, we pause at least this long, nanoseconds.
 const READING_PAUSE_NS: u64 = 10_000_000_000;
-/// Once so much of the saving has ended, pages, or one part in so many, we count early: counting may take this many
-/// times its share. If we can't tell how much has ended, we don't know the saving until then. We also count early once
-/// we've merged, if KSM's figure says that it was as much.
+/// We count early once more than `ENDED_MIN` pages and more than one part in `ENDED_PART` of the saving have ended:
+/// counting may then take `EARLY_SHARES` times its share. If we can't tell whether so much has ended, we don't know the
+/// saving until then. We also count early after merging, if KSM's figure has changed by so much.
 const ENDED_MIN: f64 = 16.0;
 const ENDED_PART: f64 = 100.0;
 const EARLY_SHARES: u64 = 8;
@@ -93,10 +92,10 @@ pub struct Part {
     saved: f64,
     /// Merged zeros, which aren't resident.
     zeros: f64,
-    /// How much less is saved once the process has ended: of two processes with equal pages, each has half of what's
-    /// saved, but all of it ends with either.
+    /// How much less is saved once the process has ended: of two processes with equal pages, each has half of the
+    /// saving, but all of it ends with either process.
     loss: f64,
-    /// The part of the loss on pages with [`FEW_SHARERS`].
+    /// The part of the loss on pages with fewer sharers than [`FEW_SHARERS`].
     doubtful: f64,
 }
 
@@ -123,8 +122,8 @@ impl Saving {
         self.parts.get(&owner).copied().unwrap_or_default()
     }
 
-    /// Takes out what ends with a process that has ended or left the scope. The parts of processes that shared its
-    /// frames are right again at the next count.
+    /// Takes out the saving that ends with a process that has ended or left the scope. The parts of processes that
+    /// shared its frames are only right again at the next count.
     fn forget(&mut self, owner: OwnerKey) -> Option<Part> {
         let part = self.parts.remove(&owner)?;
         let left = (1.0 - part.loss / (self.saved.0 as f64).max(part.loss).max(1.0)).max(0.0);
@@ -138,7 +137,7 @@ impl Saving {
 /// What has ended since the last count.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ended {
-    /// How many pages' saving has certainly ended, and of how many more we can't tell.
+    /// How many pages' saving has ended as far as we know, and by how many that may be wrong.
     pages: f64,
     doubtful: f64,
     /// How many processes have ended or left the scope.
@@ -182,8 +181,8 @@ impl SavingCounter {
         self.latest.as_ref()
     }
 
-    /// The latest count. `None` if KSM has merged much since, so that we'd show too little, or if we can't tell how many
-    /// merges have ended, so that we'd show too much. `machine` is KSM's figure now.
+    /// The latest count. `None` if KSM has merged much since, so that we'd show too little, or if we can't tell how
+    /// many merges have ended, so that we'd show too much. `machine` is KSM's figure now.
     pub fn known(&self, machine: Pages) -> Option<&Saving> {
         let saving = self.latest()?;
         let has_merged = machine.0 > saving.machine.0 + saving.machine.0 / 4 + LITTLE_MERGED;
@@ -258,8 +257,8 @@ impl SavingCounter {
         self.has_changed = true;
     }
 
-    /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly once merging has ended
-    /// or merges have. They're rarer while nothing changes.
+    /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly once we're done
+    /// merging, or once merges have ended. They're rarer while nothing changes.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, activity: Activity, machine: Pages) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !activity.busy;
@@ -319,8 +318,8 @@ impl SavingCounter {
         if activity.reading { pause_ns.max(READING_PAUSE_NS) } else { pause_ns }
     }
 
-    /// The next pages to look up in a range, in runs of `length`. The choice only depends on that and on the addresses, so
-    /// it's the same in relatives.
+    /// The next pages to look up in a range, in runs of `length`. The choice only depends on `length` and the
+    /// addresses, so it's the same in relatives.
     fn next_run(&self, from: Vpn, end: Vpn, length: u64) -> Option<(Vpn, u64)> {
         if from >= end {
             return None;
@@ -471,14 +470,14 @@ impl Relatives {
     }
 }
 
-/// Whether the pages of a region that processes outside its family map, too, were merged with theirs by an earlier run,
-/// rather than shared through fork. Where the kernel doesn't show which pages are merged, it still shows how many.
+/// Whether an earlier run merged pages of a region with those of processes outside its family. If not, they share these
+/// pages through fork. Where the kernel doesn't show which pages are merged, it still shows how many.
 fn looks_merged_with_others(region: &Region) -> bool {
     let merged = region.view.merged_somewhere;
     merged > Pages(0) && 2 * merged.0 >= region.usage.outside.len().0
 }
 
-/// What a page is a copy of: its frame's number. KSM keeps several frames of a content that more than
+/// Identifies the content of a merged page, by its frame's number. KSM keeps several frames of a content that more than
 /// `max_page_sharing` pages have (`stable_node_dup`), so we take all frames with many mappers for one content.
 fn copy_of(sample: &MergedSample) -> u64 {
     if sample.mappers < MANY_MAPPERS { sample.frame } else { u64::MAX }
@@ -648,7 +647,7 @@ mod tests {
         assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(400));
     }
 
-    /// A content that so many pages have is in several frames.
+    /// KSM keeps several frames of a content that so many pages have.
     #[test]
     fn relatives_with_different_frames_of_one_content_share_one_by_fork() {
         let table = table(&[1, 1, 2], 200);

@@ -130,7 +130,7 @@ pub struct ReserveState {
     /// since, and at most what is saved now.
     pub likely_bytes: u64,
     /// How much more memory programs may use on the machine if so much comes back, and if all merged memory does. For
-    /// those who place programs here.
+    /// schedulers that place programs here.
     pub headroom_bytes: u64,
     pub headroom_at_worst_bytes: u64,
     /// Address space unmarked because memory was short.
@@ -239,7 +239,7 @@ pub struct RegionState {
 const WIDE: f64 = 0.9;
 
 impl RegionState {
-    /// Whether we know about how much of the region is duplicate.
+    /// Whether we know roughly how much of the region is duplicate.
     pub fn is_known(&self) -> bool {
         let (floor, ceiling) = self.duplicate_range;
         self.exact || ceiling - floor <= WIDE

@@ -39,7 +39,7 @@ pub struct Strength {
     /// Pages hashed, and wasted comparisons, recently.
     pages: u64,
     collisions: u64,
-    /// How much hashing the lowest number would have saved since the last change, in cache lines.
+    /// How many cache lines we'd have saved since the last change with the lowest number of lines.
     gain: u64,
     gain_wanted: u64,
     /// The number of lines before we tried the lowest number again.
@@ -181,7 +181,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the pages are like, if they stay that way, the number changes rarely, and ever more rarely.
+        /// Whatever the pages are like, if they stay that way, the number of lines changes more and more rarely.
         #[test]
         fn the_number_does_not_oscillate(
             shares in proptest::collection::vec(0.0f64..1.0, 6), contents in 0u64..10_000_000,

@@ -23,8 +23,7 @@ use std::sync::Arc;
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
-/// A page in the plan that turns out to be absent, or that we don't read, costs one part in this many of one that we
-/// read.
+/// A page that we read costs as much as this many pages of the plan that turn out to be absent, or that we don't read.
 const UNREAD_PART: u64 = 8;
 
 #[derive(Debug)]
@@ -41,7 +40,7 @@ pub(super) struct Plan {
     /// Pages in the plan, and how many of them we read.
     pub pages: u64,
     pub read: u64,
-    /// Unread pages that we ask the kernel to merge with those at equal offsets of an older clone.
+    /// Unread pages that we ask the kernel to merge with an older clone's pages at the same offsets.
     pub named: u64,
     /// Whether we visit merged pages, because programs wrote to some in the last round.
     pub visiting: bool,
@@ -52,7 +51,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// If we read few of the pages in the plan: what they all cost, in pages read.
+    /// If we read few of the plan's pages: how many pages read would cost as much as the whole plan did.
     pub fn effort_for_holes(&self) -> Option<u64> {
         let done = self.read + self.named;
         let effort = done + self.pages.saturating_sub(done) / UNREAD_PART;
@@ -137,8 +136,8 @@ impl Engine {
         let pace = self.pace();
         self.welcome_clones();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
-        // We look for memory that didn't merge only after promoting regions: new ones may just have become old enough
-        // to be read.
+        // We promote regions before we look for memory that didn't merge: new ones may just have become old enough to
+        // be read.
         if self.plan.has_counted {
             self.find_unmerged(&samples.merged, samples.counted.as_ref());
         } else if self.snapshot.shows_frames && self.is_nothing_merged() {

@@ -69,8 +69,8 @@ impl Engine {
         if estimate.ceiling < 2.0 * threshold || is_known { Kind::Sparse } else { Kind::Unknown }
     }
 
-    /// Whether we've merged much of a region on request. Perhaps we only read it in a relative that shares it through
-    /// fork.
+    /// Whether we've merged much of a region on request. We may have read its pages only in a relative that shares them
+    /// through fork.
     fn is_merged(&self, region: &Region) -> bool {
         let merged = region.usage.merged.len();
         merged > Pages(0) && Permyriad::of(merged.0, region.resident().0) >= self.config.threshold()

@@ -12,7 +12,7 @@
 //! On request we have the kernel replace the page in each relative. The frame that it keeps becomes a merged one for
 //! everybody who maps it, but the kernel only marks mappings with a page that we gave it, and memory can only be
 //! unmerged where it's marked. So before the first merge we get all relatives' mappings marked: we ask the kernel to
-//! replace one page of each by itself.
+//! replace one page of each with that same page.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -40,7 +40,7 @@ struct ForkFamily {
     processes: u64,
     /// The process in which we read the shared pages.
     reader: OwnerKey,
-    /// The process that we saw last, and when we saw the last region of any other, nanoseconds.
+    /// The process whose region appeared last, and when the last region of the other processes appeared, nanoseconds.
     youngest: OwnerKey,
     others_seen_ns: u64,
     /// Whether we may merge all members. If one of them keeps the frame, merging the others saves nothing.
@@ -154,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// The family of a region, if we merge all its members or none.
+    /// The family of a region, if we may merge all its members and they aren't too many.
     fn fork_family(&self, region: &Region) -> Option<&ForkFamily> {
         if region.fork == Fork::Alone {
             return None;
@@ -190,16 +190,16 @@ impl Engine {
         }
     }
 
-    /// Whether a region is a child's that was forked within this time, nanoseconds, and the only one so young of its
-    /// family: a process that's writing a snapshot is alone, while workers that may write all they share are several.
+    /// Whether a region belongs to a child forked within this time, nanoseconds, as the only one of its family. A child
+    /// that writes a snapshot is alone. Workers, which may write all that they share, are several.
     pub(super) fn is_only_young_child(&self, region: &Region, within_ns: u64) -> bool {
         let is_young = |seen_ns| self.snapshot.now_ns < seen_ns + within_ns;
         let Some(family) = self.fork_families.get(region) else { return false };
         region.view.owner == family.youngest && is_young(region.seen_ns) && !is_young(family.others_seen_ns)
     }
 
-    /// The older relative of a new region with the most merged pages, which the new region maps, too. `None` also if
-    /// there are too many relatives to search.
+    /// Of a new region's older relatives, the one with the most merged pages. The new region maps these, too. `None`
+    /// also if there are too many relatives to search.
     pub(super) fn parent(&self, child: &Region) -> Option<&Region> {
         let mut parent: Option<&Region> = None;
         for region in self.table.all_in(self.fork_families.members(child)?) {
@@ -215,8 +215,8 @@ impl Engine {
     }
 
     /// The mappings in `runs` where we read pages that are shared through fork, each with all regions of its families.
-    /// So the host can tell if other processes map such a page, too: they keep the frame, and on request they'd get it
-    /// merged.
+    /// So the host can tell if other processes map such a page, too: they'd keep the frame, and on request it would
+    /// become a merged one for them as well.
     pub(super) fn forked_among(&self, runs: &[PageRun]) -> BTreeMap<RegionKey, Vec<Span>> {
         let mut families: BTreeMap<RegionKey, BTreeSet<u32>> = BTreeMap::new();
         for run in runs {
@@ -250,7 +250,7 @@ impl Engine {
             return;
         }
         let least = self.config.threshold().fraction();
-        // For each family with duplicates in its first member: whether that shared pages when we read it.
+        // For each family with duplicates in its first member: whether that member shared pages when we read it.
         let mut found: FxHashMap<Option<u32>, bool> = FxHashMap::default();
         for region in self.table.iter() {
             let is_judged_first = region.fork == Fork::First && region.life.is_judged();
@@ -277,7 +277,7 @@ impl Engine {
     }
 
     /// Records whether a page has a frame of its own, which we can't tell any more once it's merged. If relatives share
-    /// a frame of zeros, we record it as that of the relative where we read the shared pages.
+    /// a frame of zeros, it counts as the frame of the one in which we read the shared pages.
     pub(super) fn record_frame(&mut self, slot: u32, sample: &PageSample) {
         let Some(region) = self.table.get(slot) else { return };
         let is_zero = sample.digest == Digest::ZERO;
@@ -361,7 +361,7 @@ impl Engine {
             } else if !self.has_headroom_for(&pair, &pages) {
                 self.note_headroom(pair.take.location.slot);
             } else if !self.requests.name(pair, &pages) {
-                // The page to keep can't have that many sharers. From now on we keep this page for the content.
+                // The page to keep can't have that many sharers. From now on we keep the other one for the content.
                 self.contents.index.point_to(pair.digest, pair.take.location);
                 let Some(keep) = kept else { continue };
                 let Some(region) = self.table.get(pair.take.location.slot) else { continue };

@@ -1,5 +1,5 @@
-//! Merges regions with their kin (older clones) by position: unread pages, with the pages at equal offsets. Only on
-//! kernels that merge pages on request.
+//! Merges regions with their kin (older clones) by position: we merge unread pages with the older clone's pages at the
+//! same offsets. Only on kernels that merge pages on request.
 //!
 //! On real hosts, most duplicates are in clones of one image or guests of one template, at equal offsets. So we read
 //! the oldest region of such a family whole. If the samples of a younger one agree with it, we have the kernel compare
@@ -33,8 +33,8 @@ const CREDIT_MOST: u64 = 65_536;
 const CREDIT_MIN: u64 = 64;
 /// With less credit, we merge no unread pages of the family for this many rounds.
 const REST_ROUNDS: u64 = 64;
-/// After this time, nanoseconds, we try absent pages again if they're more than one in `MISSING_PART` of the older
-/// clone's pages and, since the last try, more than one in `APPEARED_PART` of them has appeared.
+/// We try absent pages again after this time, nanoseconds, if more than one in `MISSING_PART` of the older clone's
+/// pages is still absent, and since the last try, more than one page has appeared for each `APPEARED_PART` absent ones.
 const AGAIN_NS: u64 = 250_000_000;
 const MISSING_PART: u64 = 64;
 const APPEARED_PART: u64 = 16;
@@ -102,9 +102,8 @@ impl Engine {
         if is_kin { Some(other.view.key) } else { None }
     }
 
-    /// Takes new regions whose samples agree with an older region for its clones, and expects them to live long: the
-    /// run may be too young to know how long regions of the family live. If the clones end young, we learn that from
-    /// their ends.
+    /// If a new region's samples agree with an older region, we take it for a clone and expect it to live long: the run
+    /// may be too young to know how long regions of the family live. If clones end young, we learn from that.
     pub(super) fn welcome_clones(&mut self) {
         let mut clones = Vec::new();
         for (slot, region) in self.table.numbered() {
@@ -221,9 +220,8 @@ impl Engine {
         if are_many { Some(missing) } else { None }
     }
 
-    /// Whether a region may be merged unread with its older clone `kin`. Relatives by fork share frames already, and of
-    /// pages that were merged before, we don't know the partners. Below a cgroup's limit we must know which page is
-    /// kept.
+    /// Whether a region may be merged unread with its older clone `kin`. Relatives by fork share frames already. If
+    /// pages were merged before, we don't know with which. Below a cgroup's limit we must know which page is kept.
     fn may_be_merged(&self, region: &Region, kin: &Region) -> bool {
         let now_ns = self.snapshot.now_ns;
         let mut may_be = region.is_younger_kin(kin) && region.view.lineage != kin.view.lineage;
@@ -235,8 +233,8 @@ impl Engine {
         may_be
     }
 
-    /// Goes on by at most `most` pages of a region, and asks the kernel to merge those that are fit. Returns by how
-    /// many.
+    /// Goes through the next pages of a region, at most `most`, and asks the kernel to merge those that are fit.
+    /// Returns how many pages we went through.
     fn name_next(&mut self, slot: u32, most: u64, record: &mut KinRecord) -> u64 {
         let Some(region) = self.table.get(slot) else { return 0 };
         if region.next_for_kin() == Some(region.end()) {
@@ -307,7 +305,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// However many of the pages that we may name differ, the bound holds until the family rests.
+        /// The bound holds until the family rests, however many of the pages that we may name differ.
         #[test]
         fn at_most_a_quarter_is_in_vain(shares in proptest::collection::vec(0_u64..=100, 1..60)) {
             let mut record = KinRecord::default();

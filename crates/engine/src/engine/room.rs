@@ -75,8 +75,8 @@ impl Engine {
         }
     }
 
-    /// If a process that a limit keeps out has something to merge, or has memory that may be merged already, has what is
-    /// too much below that limit unmerged.
+    /// If a limit keeps out a process that has something to merge, or has memory that may be merged already, starts to
+    /// unmerge the excess below that limit.
     fn empty_overfull_limits(&mut self) {
         for region in self.table.iter() {
             let Some(key) = self.room.headroom.keeps_out(region.view.owner) else { continue };
@@ -118,7 +118,7 @@ impl Engine {
         }
         let mut exceeded = self.room.headroom.exceeded();
         self.room.relief.keep_only(&exceeded, *now_ns);
-        // Each gets its turn, however bad others are.
+        // Each limit gets its turn, even if others are exceeded by more.
         exceeded.sort_by_key(|&(key, _)| self.room.relief.looked_ns(key));
         for (key, over) in exceeded {
             let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
@@ -136,8 +136,8 @@ impl Engine {
         self.room.needs_relief || self.room.relief.is_busy() || self.ksmd.marker.unmarking.is_relieving()
     }
 
-    /// Unmerges regions that hold pages charged to a cgroup without headroom for them, if their copies fit on the
-    /// machine and below their own processes' limits.
+    /// Unmerges regions that map pages charged to a cgroup without headroom, if the copies fit on the machine and below
+    /// the limits of the regions' own processes.
     pub(super) fn relieve(&mut self, merged: &[MergedSample]) {
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
         let keep = self.config.reserve.keep;

@@ -134,8 +134,8 @@ impl Engine {
         self.config.counts(sample.digest)
     }
 
-    /// Records a page that KSM could merge. Returns 0 if it's no duplicate, else how many it stands for: more than one if
-    /// the index doesn't keep all contents.
+    /// Records a page that KSM could merge. Returns 0 if it's no duplicate, else how many it stands for: more than one
+    /// if the index doesn't keep all contents.
     fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> u64 {
         let now_ns = self.snapshot.now_ns;
         let zero = sample.digest == Digest::ZERO;

@@ -34,7 +34,7 @@ pub(super) fn state(engine: &Engine) -> State {
         owner.regions += 1;
         owner.memory += memory;
     }
-    // While the saving isn't known, we still know about what the processes would hold.
+    // Even while the saving isn't known, the latest count shows roughly how much the processes would hold.
     let saving = engine.saving.latest();
     if let Some(saving) = saving {
         for &owner in saving.parts.keys() {

@@ -11,8 +11,8 @@
 //! ksmd visit all marks twice more before we judge.
 //!
 //! A pinned page that ksmd visits first keeps its copies from merging, too: ksmd compares each of them with the pinned
-//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, in ksmd's order, and check
-//! the others after two more scans.
+//! one (`unstable_tree_search_insert`). So we only unmark the first quarter of the processes, in ksmd's order, and
+//! check the others after two more scans.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -36,7 +36,7 @@ const MERGED_PART: u64 = 8;
 const AT_ONCE: usize = 4;
 
 impl Engine {
-    /// Notes that ksmd hasn't merged a duplicate in marked memory, if it should have: its copy lies in marked memory,
+    /// Notes a duplicate in marked memory if ksmd should have merged it but hasn't: its copy lies in marked memory,
     /// too, and most duplicates there aren't merged either. So both pages are likely unchanged.
     pub(super) fn note_unmerged(&mut self, slot: u32, sample: &PageSample) {
         if sample.digest == Digest::ZERO {

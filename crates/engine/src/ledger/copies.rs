@@ -38,7 +38,7 @@ impl Copies {
         }
     }
 
-    /// Copies in the worst of the last 24 hours, where each counts as `most` at most, and half as much for each full
+    /// Copies in the worst of the last 24 hours. An hour's copies count up to `most`, and half as many for each full
     /// hour that has passed since.
     pub fn worst_hour(&self, most: Pages) -> Pages {
         let mut worst = Pages(0);
@@ -54,7 +54,7 @@ impl Copies {
     }
 }
 
-/// The remainder is below the length.
+/// The index of an hour in `hours`. The remainder is below the length.
 fn index_of(hour: u64) -> usize {
     usize::try_from(hour % count(HOURS)).unwrap_or(0)
 }

@@ -288,7 +288,7 @@ impl CowBreaks {
         })
     }
 
-    /// Whether we leave a written page alone: because we leave its extent alone, or try others of the extent's pages.
+    /// Whether we leave a written page alone: because its extent rests, or we only try other pages of the extent.
     pub fn rests(&self, page: Vpn) -> bool {
         let Some(rest) = self.rests.get(&page.extent()) else { return false };
         matches!(rest.phase, RestPhase::Resting { .. }) || mix(page.0) % TRIED_PART > 0

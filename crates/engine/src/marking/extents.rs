@@ -91,7 +91,7 @@ impl Extent {
         Counts { resident: Pages(self.resident.into()), duplicate: Pages(duplicate.into()) }
     }
 
-    /// Counts duplicates, an estimated number of them if the index doesn't keep all contents.
+    /// Adds duplicates to the count: `pages` is an estimate if the index doesn't keep all contents.
     pub fn add_duplicates(&mut self, pages: u64) {
         self.duplicate = self.duplicate.saturating_add(u16::try_from(pages).unwrap_or(u16::MAX));
     }
@@ -101,7 +101,7 @@ impl Extent {
     }
 }
 
-/// The extents of a region, by extent number ([`Vpn::extent`]), once we've read a page in them.
+/// The extents of a region in which we've read a page, by extent number ([`Vpn::extent`]).
 pub type Extents = BTreeMap<u64, Extent>;
 
 /// A range of pages that we may mark in one region, and the pages found in it.
@@ -137,10 +137,10 @@ pub struct SplitRule {
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// If we may not mark the region in part, all of it is one span if its extents together are dense enough. If we may,
-/// all of it is one span if three quarters of its resident pages lie in dense extents and no sparse extent holds huge
-/// pages. Otherwise each run of dense extents is a span, and we join spans over their gaps until there are no more than
-/// `split` allows.
+/// A region that we may not mark in part is one span if its extents together are dense enough, and none otherwise. A
+/// region that we may mark in part is one span if three quarters of its resident pages lie in dense extents and no
+/// sparse extent holds huge pages. Otherwise each run of dense extents is a span, and we join spans over their gaps
+/// until there are no more than `split` allows.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let mut all = Counts::default();

@@ -1,7 +1,7 @@
 //! Lifetimes of regions: short-lived regions aren't worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! Regions that existed when the run began count as old. We read a new region whole at the age at which half of its
-//! family's regions live on long enough for a merge to pay: right away if most of them live long, and later if many end
+//! Regions that existed when the run began count as old. We read a new region whole once half of its family's regions
+//! that get as old live on long enough for a merge to pay: right away if most of them live long, and later if many end
 //! young. If we don't know its family, the region must first outlive some rounds.
 
 use crate::host::Mechanism;

@@ -34,7 +34,7 @@ const RETRY_NS: u64 = 1_000_000_000;
 /// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
 /// grow smaller mappings, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
-/// We don't wake ksmd unless this many pages in marked spans have become worth merging.
+/// We only wake ksmd once this many pages in marked spans have become worth merging.
 const REFRESH_MIN: u64 = 1_024;
 
 #[derive(Clone, Debug, Default)]
@@ -51,7 +51,7 @@ pub struct Marker {
     thin_at_ns: u64,
     /// The latest marks, by where they start.
     latest: BTreeMap<(RegionKey, Vpn), LatestMark>,
-    /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
+    /// How many duplicates the scans for the last marks should merge, with each other or with pages marked earlier.
     expected: Pages,
     pub unmarking: Unmarking,
     next_refresh_ns: u64,
@@ -209,9 +209,9 @@ impl Marker {
     }
 
     /// Lowers the density at which we mark extents to one that pays, if something has changed since the last time.
-    /// Recently judged regions wait: copies of their pages may be in memory that's too young to read, and pages only
-    /// merge once both are marked. The sparsest extents come last, all together, once ksmd has been idle so long that
-    /// their cost is small in comparison.
+    /// Recently judged regions wait: copies of their pages may be in memory that's too young to read, and a page only
+    /// merges once its copy is marked, too. The sparsest extents come last, all together, once ksmd has been idle so
+    /// long that their cost is small in comparison.
     fn thin_out(
         &mut self,
         table: &mut RegionTable,
@@ -284,8 +284,8 @@ impl Marker {
         }
     }
 
-    /// Queues the marks of some extents for unmarking. Returns whether we may leave the extents alone: not if their
-    /// process, with `parts` marked parts of mappings now, would then have more than `most`.
+    /// Queues the marks of some extents for unmarking. Returns whether we may leave the extents alone: we may not if
+    /// their process would then have more than `most` marked parts of mappings. It has `parts` now.
     fn unmark_extents(
         &mut self,
         region: &mut Region,
@@ -331,8 +331,8 @@ impl Marker {
         self.take_apart(region, first, pages, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
-    /// Queues a part of a region for unmarking, by whole extents, and leaves the region alone for a time. The rest
-    /// stays marked, or merged on request.
+    /// Queues a part of a region for unmarking, by whole extents, and leaves the region alone for a time. The region's
+    /// other extents stay marked, or merged on request.
     pub fn take_apart(
         &mut self,
         region: &mut Region,
@@ -575,7 +575,7 @@ fn ready(
 
 /// The span of a region that another program has marked whole, unless we've had it scanned.
 fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate> {
-    // Headroom counts these pages already, because they're marked. So there must be some left.
+    // These pages are marked, so headroom counts them already. It's enough if any is left.
     region.hold.full = headroom.full(region.view.owner);
     let is_new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
     if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
@@ -696,7 +696,7 @@ fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) 
     (wave.duplicate >= config.span_pages_min).then_some(wave)
 }
 
-/// The pages in extents of a region that are at least this dense. None if the region is marked whole.
+/// The pages in extents of a region that are at least this dense. No pages if the region is marked whole.
 fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
     if region.is_marked_whole() {
         return Counts::default();

@@ -70,7 +70,7 @@ impl AddAssign for Wave {
     }
 }
 
-/// The cost of COW breaks to the program, nanoseconds. `zeros` of them were of pages of zeros.
+/// The cost of COW breaks to the program, nanoseconds. `zeros` of them were writes to pages of zeros.
 pub fn breaks_cost_ns(breaks: u64, zeros: u64) -> f64 {
     (breaks - zeros) as f64 * BREAK_NS + zeros as f64 * ZERO_BREAK_NS
 }

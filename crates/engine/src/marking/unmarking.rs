@@ -194,8 +194,8 @@ fn is_urgent(why: Why) -> bool {
 }
 
 impl Queue {
-    /// Takes the next span: a new one, or else one that it's time to try again. Returns whether the span is to be tried
-    /// again.
+    /// Takes the next span: a new one, or else one that it's time to try again. Also returns whether we had put the
+    /// span off before.
     fn pop(&mut self, now_ns: u64) -> Option<(Change, bool)> {
         if let Some(change) = self.changes.pop_front() {
             return Some((change, false));

@@ -16,9 +16,9 @@ use std::collections::{BTreeMap, VecDeque};
 /// Up to this many processes, each counts as a sharer of its own. Beyond that, processes with the same home node, nice
 /// value, allowed nodes and policy count as one sharer. Otherwise there'd be more sets of sharers than we can keep.
 const OWNERS_MAX: usize = 16;
-/// We count at most this many kinds of sharers of one frame, and note the result of adding one to a set at most this many
-/// times. So a program that forks into many processes with different nice values or nodes takes some tens of megabytes
-/// of ours at most. Beyond that, a frame's further sharers don't count.
+/// We count at most `SHARERS_MAX` kinds of sharers of one frame, and remember at most `EXTENDED_MAX` results of adding
+/// a sharer to a set. So a program that forks into many processes with different nice values or nodes costs us some
+/// tens of megabytes at most. Beyond these bounds, further sharers don't count.
 const SHARERS_MAX: usize = 2 * OWNERS_MAX;
 const EXTENDED_MAX: usize = 1 << 14;
 /// The distance of a node from itself (SLIT, ACPI).
@@ -122,9 +122,9 @@ impl Inventory {
         entry.last = last;
     }
 
-    /// The number of the set that we get from the set `before` by adding the sharer `copy` or, if we've found that
-    /// sharer `again`, by noting that its copy is active. A set counts at most `most` sharers like `copy`. If there are
-    /// too many sets, or sharers in this one, it's the set `before`.
+    /// Adds the sharer `copy` to the set `before` or, if we've found that sharer `again`, notes that its copy is
+    /// active. Returns the number of the new set, which counts at most `most` sharers like `copy`. If there are too
+    /// many sets, or too many sharers in this one, returns `before`.
     fn extend(&mut self, before: u32, copy: PageCopy, again: bool, most: u32) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
@@ -156,7 +156,7 @@ impl Inventory {
     }
 
     /// The frames, by their set of sharers and the process where we first found them. All members of a group have the
-    /// same set. Without the process, some members could get more than their share.
+    /// same set, so without the process, some members could get more than their share.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {
@@ -358,7 +358,7 @@ mod tests {
         let mut inventory = Inventory::new(&owners, |_| None);
         for owner in 0..OWNERS {
             for frame in 0..FRAMES {
-                // Each frame has other sharers.
+                // Each frame has a different set of sharers.
                 if crate::random::mix(u64::from(owner) << 32 | frame) % 4 == 0 {
                     let (region, page, node) = (RegionKey(owner), Vpn(frame), NodeKey(0));
                     let sample = MergedSample { region, page, frame, node, charged: false, mappers: 0 };

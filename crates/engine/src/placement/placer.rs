@@ -36,8 +36,8 @@ const PRIVATE_PAGES_MAX: u64 = 8_192;
 const PAUSE_NS: u64 = 1_000_000_000;
 /// The longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// If two processes have many neighbouring pages in common, we keep those of the same process within a block of this
-/// many pages, because a run of pages merges at half the cost of single pages.
+/// If two processes have many neighbouring pages in common, we keep the same process's pages throughout a block of this
+/// many pages: a page in a run merges at half the cost of a single one.
 const CHOICE_PAGES: u64 = 32;
 /// If fewer than one in this many frames with the same sharers would move, we leave them as they are.
 const SLACK: usize = 200;

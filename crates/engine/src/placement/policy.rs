@@ -117,8 +117,8 @@ struct Receiver {
 }
 
 /// The moves that give each of `nodes` its quota of pages: `(position, node)`, by position. `at` is the present node of
-/// each page. We spread the pages that move evenly, because programs use neighbours together, but in no pattern,
-/// because some use every second page.
+/// each page. The pages that move are spread evenly, because programs use neighbours together. But they form no
+/// pattern, because some programs use every second page.
 pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(usize, NodeKey)> {
     let mut have: BTreeMap<NodeKey, usize> = BTreeMap::new();
     for &node in at {
@@ -172,9 +172,9 @@ fn shuffled(positions: usize) -> Vec<usize> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latencies {
-    /// To the local node, nanoseconds.
+    /// How long an access to the local node takes, nanoseconds.
     pub local_ns: u32,
-    /// To the nearest other node, nanoseconds.
+    /// How long an access to the nearest other node takes, nanoseconds.
     pub remote_ns: u32,
 }
 

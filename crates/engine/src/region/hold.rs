@@ -117,7 +117,7 @@ impl Hold {
         self.may_sample() && is_over && !self.short && now_ns >= self.retry_ns
     }
 
-    /// An examination that we had put off has ended: the next one waits for as long again, so that others get a turn.
+    /// An examination that we had put off has ended: the next one waits as long, so that other regions get a turn.
     pub fn end_examination(&mut self, now_ns: u64) {
         self.not_before_ns = self.not_before_ns.max(now_ns + self.pause_ns);
     }

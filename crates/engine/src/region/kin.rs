@@ -27,14 +27,14 @@ impl KinSamples {
         if kin.is_some() && kin == self.kin {
             self.agreeing += 1;
         } else if kin.is_some() && self.differing >= 3 * self.agreeing {
-            // The first mapping that we saw may have had a page in common with this one by chance.
+            // The first mapping that we saw may have had a page in common with this region by chance.
             *self = Self { kin, agreeing: 1, differing: 0 };
         } else {
             self.differing += 1;
         }
     }
 
-    /// The mapping whose pages we may merge this region's with, unread, at equal offsets.
+    /// The older mapping, if samples agree with it so well that we may merge the other pages unread.
     pub fn found(&self) -> Option<RegionKey> {
         let differs = Permyriad::of(self.differing, self.agreeing + self.differing) > DIFFERING_MOST;
         if differs || self.agreeing < AGREEING_MIN {

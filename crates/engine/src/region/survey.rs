@@ -14,7 +14,7 @@ use crate::units::{Pages, Permyriad, Vpn};
 pub const RUN_PAGES: u64 = 4;
 /// We remember at most this many pages from the survey, to see which of them change.
 const PROBES_MAX: usize = 1024;
-/// We only judge a region by how many of its pages change once we've visited remembered pages this often.
+/// We need this many visits to remembered pages before we judge a region by how many of its pages change.
 const PROBES_MIN: u64 = 16;
 
 /// We only call a region unique after this many samples.
@@ -180,8 +180,8 @@ impl Survey {
         }
     }
 
-    /// How many times as densely as others to sample the region: proportional to its share of new duplicates, which we
-    /// cap at the ratio at which we promote a region.
+    /// How many times as densely as other regions to sample this one: in proportion to its share of new duplicates, up
+    /// to the ratio at which we promote a region.
     pub fn weight(&self, threshold: Permyriad) -> u64 {
         if self.resampled < RENEWAL_MIN {
             return 1;

@@ -121,7 +121,7 @@ impl RegionTable {
         let mut ended = Vec::new();
         let before = std::mem::take(&mut self.cut);
         for view in views.iter().filter(|view| view.pages.0 > 0) {
-            // Above the longest region, a mapping that holds little is cut, too, but as coarsely as possible.
+            // A mapping too long for one region is cut even if it holds little, but coarsely. That doesn't count here.
             let is_cut = before.get(&view.key).is_some_and(|mapping| 1 << mapping.bits < REGION_PAGES_MAX / 2);
             let bits = block_bits(view, is_cut);
             let mut is_as_long = true;
@@ -198,7 +198,7 @@ impl RegionTable {
     }
 }
 
-/// The block size for a mapping, as a power of two. If the mapping `is_cut` already, it takes less memory to keep it so.
+/// The block size for a mapping, as a power of two. A mapping that `is_cut` already may hold less memory and stays cut.
 fn block_bits(view: &RegionView, is_cut: bool) -> u32 {
     let pages = view.pages.0;
     let most = REGION_PAGES_MAX / 2;
@@ -213,8 +213,8 @@ fn block_bits(view: &RegionView, is_cut: bool) -> u32 {
 }
 
 /// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. The
-/// host only knows how many pages of the whole mapping are resident, marked and merged. We divide these numbers among the
-/// blocks by length.
+/// host only knows how many pages of the whole mapping are resident, marked and merged. We divide these numbers among
+/// the blocks by length.
 fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
     let end = view.first.0 + view.pages.0;
     (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {

@@ -7,7 +7,7 @@ use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 
-/// How long we don't ask to merge a page after it was in use, nanoseconds: the first time, and at most.
+/// After a page was in use, we don't ask to merge it for this long, nanoseconds: the first time, and at most.
 const BUSY_NS: u64 = 10_000_000_000;
 const BUSY_MOST_NS: u64 = 600_000_000_000;
 
@@ -59,7 +59,7 @@ struct PagesInUse {
 #[derive(Clone, Debug, Default)]
 struct BusyPages {
     pages: PageSet,
-    /// Those of the pause before.
+    /// The pages of the pause before.
     before: PageSet,
     until_ns: u64,
     pause_ns: u64,
@@ -129,7 +129,7 @@ impl Usage {
     }
 
     /// Records that a page couldn't be merged because it was in use. Pinned pages stay in use, so we wait twice as long
-    /// each time. In a large region some page is always in use, so only pages that we've met before wait longer.
+    /// each time. In a large region some page is always in use, so only pages that were in use before wait longer.
     pub fn record_busy(&mut self, page: Vpn, now_ns: u64) {
         if self.is_busy(page, now_ns) {
             return;

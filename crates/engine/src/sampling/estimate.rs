@@ -77,10 +77,10 @@ impl Tally {
     }
 }
 
-/// So many bisections find the number of copies to within 0.01 %.
+/// This many bisections find the number of copies to within 0.01 %.
 const BISECTIONS: u32 = 18;
 
-/// `1 - (1-f)^k` for the `k` at which we see `copies_per_found` copies on average of a page found to be a duplicate.
+/// `1 - (1-f)^k` for the `k` at which a page found to be a duplicate shows `copies_per_found` copies on average.
 ///
 /// `k f / (1 - (1-f)^k)` grows from 1 at `k = 1` without bound, so bisection finds `k`.
 fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {

@@ -18,8 +18,8 @@
 //!
 //! - We correct a sampled ratio for coverage ([`crate::sampling::estimate`]), so we find contents that exist only
 //!   twice.
-//! - A region with clear samples goes to the top at once, and we sample a new region at once until a duplicated region
-//!   would have shown.
+//! - A region with clear samples goes to the top at once, and we sample a new region at once, until we'd have noticed
+//!   if it were duplicated.
 //! - On the top level we read a region whole, in order, once, which shows exactly which extents are worth marking.
 
 use crate::config::Config;
@@ -45,8 +45,8 @@ const EVIDENCE_STEP: f64 = 4.0;
 const FOUND_MIN: u64 = 4;
 /// We assume that reading a page costs this much until we've measured it, nanoseconds.
 const READ_NS: u64 = 900;
-/// We visit at most this many pages to find one that holds memory, or in a region that's nearly empty twice as many as
-/// we expect to need, up to `VISITS_MOST`. Absent pages cost little.
+/// To find a page that holds memory, we visit at most this many. In a nearly empty region, we visit up to twice as many
+/// as we expect to need, but at most `VISITS_MOST`. Absent pages cost little.
 const VISITS_PER_SAMPLE: u64 = 16;
 const VISITS_MOST: u64 = 4_096;
 /// We need at least this many pages to measure the cost of one.

@@ -72,8 +72,8 @@ impl Engine {
         marker.refresh(&mut self.table, *now_ns, ksm.broken, scheduler, pace);
     }
 
-    /// Whether marks should wait for regions that we're still reading. They don't wait for what the host can't read
-    /// now.
+    /// Whether marks should wait for regions that we're still reading. They don't wait for regions that the host can't
+    /// read now.
     fn waits_for_reading(&self) -> bool {
         if !self.plan.reading.foreground {
             return false;

@@ -42,8 +42,8 @@ impl Planner for Pairs {
         Actions { unmark, merge, moves, ..Actions::default() }
     }
 
-    /// The pages that we've merged, or all resident pages if more may be merged than we know. In marked mappings, Linux
-    /// 6.12 shows fork-shared pages as merged, too, so an earlier run may have merged the ones that outsiders map.
+    /// All resident pages if more may be merged than we know, else those we've merged and, in marked mappings, those
+    /// that outsiders map: Linux 6.12 shows fork-shared pages there as merged, so an earlier run may have merged them.
     fn mergeable(&self, region: &Region) -> Pages {
         if region.usage.readings_due > 0 {
             return region.resident();

@@ -137,7 +137,7 @@ impl CensusCounts {
             counts.sure += weight - weight / frames;
             add_units(counts, seen_in, weight / frames, fraction);
         }
-        // If we leave out a group, its units are missing, and the content of the other groups' units was seen less
+        // If we leave out a group, its units are missing, and the other groups' units of the content count as seen less
         // often.
         units.runs.sort_unstable_by_key(|&(run, _)| group_of(run));
         for group in units.runs.chunk_by(|a, b| group_of(a.0) == group_of(b.0)) {

@@ -5,8 +5,8 @@
 //! grid of multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). We assume no distribution, so pairs,
 //! triples and contents with thousands of copies may mix.
 
-/// We don't model contents that we saw at least this often: `m = j / f` is then known to within a fifth, and the
-/// saving, `1 - 1/m`, to much less than one per cent.
+/// We don't model a content that we saw `j` times if `j` is at least this: then `m = j / f` is known to within a fifth,
+/// and the saving, `1 - 1/m`, to much less than one per cent.
 pub(super) const FREQUENT: usize = 30;
 
 /// Sampled units (pages, or runs that hold a content) by how often we saw their content.
@@ -26,13 +26,13 @@ impl Posterior {
         product(histogram, &self.saved)
     }
 
-    /// The number of contents left shared.
+    /// The number of shared contents that are left after merging.
     pub fn contents(&self, histogram: &Histogram) -> f64 {
         product(histogram, &self.content)
     }
 }
 
-/// The sum of the products of two histograms' columns.
+/// Multiplies two histograms column by column, and adds up the products.
 fn product(histogram: &Histogram, expected: &Histogram) -> f64 {
     let mut sum = 0.0;
     for (units, expected) in histogram.iter().zip(expected) {
