@@ -62,8 +62,8 @@ pub enum Reason {
     TooYoung,
     /// Merging the region costs more CPU time for each saved page than the governor allows.
     DoesNotPay {
-        /// The region's pages and others that wait with them: we'd mark them together, and two scans would serve all of
-        /// them.
+        /// The pages of this region and of others that wait with it: we'd mark them together, so that two scans serve
+        /// them all.
         wave: Wave,
         /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,

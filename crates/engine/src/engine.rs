@@ -130,8 +130,8 @@ impl Engine {
         }
     }
 
-    /// Everything the next run can adopt. On request that excludes regions: we know merged pages by their digests,
-    /// which we don't save, so the next run judges all regions from scratch.
+    /// Everything the next run can adopt. If we merge on request, that's without regions: we know merged pages by their
+    /// digests, which we don't save, so the next run judges all regions from scratch.
     pub fn learned(&self) -> Learned {
         let mut regions = Vec::new();
         if self.by_marks() {

@@ -102,7 +102,7 @@ impl Governor {
     }
 }
 
-/// `Auto` only goes back to a lower governor once scarcity is this many percentage points below that one's limit.
+/// `Auto` only goes back to a lower governor once scarcity is this many percentage points below the lower one's limit.
 const SLACK: u64 = 10;
 /// `Auto` assumes that memory is at least this scarce. So it chooses `Low` until programs wait for a CPU more than a
 /// fifth of the time, and again once they wait less than a tenth.

@@ -88,8 +88,8 @@ pub struct Headroom {
     overfull: Vec<LimitKey>,
     /// Whether ksmd merges whatever is marked, and has merged something.
     by_marks: bool,
-    /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
-    /// no such limits.
+    /// When we read the limits that apply to pages that may be merged, nanoseconds: the oldest of these times. `None`
+    /// if there are no such limits.
     read_ns: Option<u64>,
     lends: bool,
 }
@@ -218,8 +218,8 @@ impl Headroom {
         self.of_owner.contains_key(&owner)
     }
 
-    /// When we read the limits on pages that may be merged, nanoseconds: the oldest of these times. `None` if there are
-    /// no such limits.
+    /// When we read the limits that apply to pages that may be merged, nanoseconds: the oldest of these times. `None`
+    /// if there are no such limits.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns
     }

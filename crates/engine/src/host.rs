@@ -96,7 +96,7 @@ pub struct NodeView {
     pub node: NodeKey,
     pub total: Pages,
     pub free: Pages,
-    /// The distance of each node in the snapshot from this node's processors, in the same order (ACPI SLIT: 10 is
+    /// The distance of each node in the snapshot from this node's processors, in the snapshot's order (ACPI SLIT: 10 is
     /// local).
     pub distances: Vec<u32>,
 }
@@ -313,10 +313,10 @@ pub struct Samples {
     pub cpu_ns: u64,
 }
 
-/// The part of a count of the saving that doesn't come from merged frames.
+/// The results of counting the saving, apart from merged frames.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
-    /// Each process's pages that ksmd made map the kernel's zero page instead of a frame of zeros.
+    /// How many pages of each process ksmd has mapped to the kernel's zero page instead of a frame of zeros.
     pub zeros: BTreeMap<OwnerKey, (LineageKey, Pages)>,
     /// The inspected pages that are shared through fork or map the kernel's zero page, for whatever reason. `zeros`
     /// doesn't count all of them: if a merge splits a huge page, the kernel maps the zero page in place of the zeros in

@@ -271,8 +271,8 @@ impl Index {
         }
     }
 
-    /// Cuts every tree in two. One tree can't be cut alone, because the same number of leading bits chooses among all
-    /// of them.
+    /// Cuts every tree in two. One tree can't be cut alone, because we choose among all trees by the same number of
+    /// leading bits.
     fn double(&mut self) {
         self.bits += 1;
         let bits = self.bits;

@@ -87,7 +87,7 @@ impl Learned {
     }
 }
 
-/// What we save about a region for the next run: `None` if our verdict may change soon, or while we leave a part of the
+/// The verdict on a region that we save for the next run. `None` if it may change soon, or while we leave a part of the
 /// region alone because merges there didn't pay. While ksmd is `busy`, we save no page as visited by ksmd, because
 /// pages that we've marked may not be merged yet.
 pub(crate) fn verdict(

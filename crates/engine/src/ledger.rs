@@ -171,8 +171,8 @@ impl Ledger {
         }
     }
 
-    /// Seconds from the start until the saving reached 90 % of its present value and stayed above that. `None` if it
-    /// has never been below: the memory was merged before.
+    /// Seconds from the start until the saving reached 90 % of its present value and stayed above that. `None` if the
+    /// saving has never been below: the memory was merged before the run.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
         let goal = self.saved?.0 * 9 / 10;
         if goal == 0 {

@@ -24,7 +24,7 @@ const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
 const LIMITS_NS: u64 = 10_000_000_000;
 /// The longest scan that we kick, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
-/// If the governor allows at least this share of a core, we kick scans instead of pacing them, parts in 10,000.
+/// If the governor allows at least this share of a core (parts in 10,000), we kick scans instead of pacing them.
 const KICK_SHARE: u32 = 9_000;
 /// The highest usual cost of a page, nanoseconds: the page is merged, and ksmd's trees don't hold its content yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;

@@ -34,7 +34,7 @@ use std::ops::Range;
 /// frame, and each mapping costs ksmd 12 us and 64 bytes of records, or us some 1.5 us on request.
 pub const RELATIVES_MOST: u64 = 20;
 
-/// If we've visited this many pages of a region and found none present, the region has next to none.
+/// Once we've visited this many pages of a region and found none present, we take the region for empty.
 const EMPTY_FROM: u64 = 64;
 
 /// Where we read the pages that a region shares with other processes through fork.
@@ -164,7 +164,7 @@ impl Region {
         is_named && sample.state == PageState::Merged && !self.usage.merged.contains(sample.page)
     }
 
-    /// Whether a page has the same frame as one of another region through fork. Only meant for pages that aren't
+    /// Whether a page shares its frame with a page of another region through fork. Only meant for pages that aren't
     /// merged.
     pub fn is_same_frame(&self, page: Vpn, other: &Self, other_page: Vpn) -> bool {
         self.view.key != other.view.key && self.view.lineage == other.view.lineage && page == other_page
@@ -266,7 +266,7 @@ impl Region {
         is_kin && (other.seen_ns, other.view.key) < (self.seen_ns, self.view.key)
     }
 
-    /// The next unread page to merge with an older clone's. The region's end if we wait for more pages to appear.
+    /// The next unread page to merge with an older clone's page. It's the region's end if we wait for more to appear.
     pub fn next_for_kin(&self) -> Option<Vpn> {
         self.kin.as_ref()?.next.filter(|_| self.life.is_reading())
     }
@@ -426,7 +426,7 @@ impl Region {
         spans
     }
 
-    /// The parts of spans that lie before `from`, or at `to` and above.
+    /// The parts of spans before `from` and from `to` on.
     pub fn beside(&self, spans: &[Candidate], from: Vpn, to: Vpn) -> Vec<Candidate> {
         // While we read the region again we only know some of its extents.
         let are_known = self.life.is_judged() && self.life.adopted().is_none();

@@ -253,7 +253,7 @@ impl Relief {
         last.was_in_vain || over.0 > last.over.0 + view.kills.map_or(0, |kills| kills.limit.0 / WORSE)
     }
 
-    /// What a survey has found in the cgroup, if one has ended since the last call.
+    /// The findings of a survey that has ended since the last call, if there is one.
     pub fn take_kept(&mut self) -> Option<Kept> {
         self.kept.take()
     }
@@ -392,7 +392,7 @@ impl Relief {
     }
 }
 
-/// The runs in the order in which we look them up, if the last survey got as far as `next`.
+/// The runs in the order in which we look them up, beginning where the last survey ended (`next`).
 fn in_turn(runs: &BTreeMap<Turn, PageRun>, next: Option<Turn>) -> VecDeque<PageRun> {
     let mut ordered: VecDeque<PageRun> = runs.values().copied().collect();
     let Some(next) = next else { return ordered };
@@ -460,7 +460,7 @@ impl Survey {
             let merged = self.merged.entry(Place::of(region)).or_default();
             let more = u64::from(run.pages).min(region.resident().0.saturating_sub(*merged));
             *merged += more;
-            // In truth they may not be merged, or may map as many frames that are charged to the cgroup.
+            // In truth these pages may not be merged, or may map as many frames that are charged to the cgroup.
             self.unseen += Pages(2 * more);
         }
     }

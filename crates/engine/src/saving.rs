@@ -52,8 +52,8 @@ const SHARE: u64 = 2_000;
 /// If KSM's figure has grown by more than a quarter plus this many pages since the last count, we don't know the
 /// saving.
 const LITTLE_MERGED: u64 = 2_048;
-/// A frame with this many mappers has one of the few contents that are all over the place. KSM's default of
-/// `max_page_sharing` is more.
+/// A frame with this many mappers has one of the few contents that are all over the place. KSM's default
+/// `max_page_sharing` is higher.
 const MANY_MAPPERS: u32 = 128;
 /// The shortest and the longest time between two counts, nanoseconds.
 const PAUSE_NS: u64 = 250_000_000;

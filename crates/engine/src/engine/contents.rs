@@ -56,8 +56,8 @@ impl Contents {
 }
 
 impl Engine {
-    /// Whether we may have the kernel hash only a part of each page: on request, it compares whole pages before it
-    /// merges them.
+    /// Whether we may have the kernel hash only a part of each page. We may if we merge on request, because then the
+    /// kernel compares whole pages before it merges them.
     pub(super) fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && !self.by_marks()
     }

@@ -104,8 +104,8 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             let has_nodes = self.snapshot.nodes.len() > 1;
-            // Once all other sharers of a merged page have written theirs, the page no longer looks merged.
-            // `PageSample::lone` shows that it wasn't written itself, so we ask for that where we observe COW breaks.
+            // Once all other sharers of a merged page have written theirs, this page no longer looks merged.
+            // `PageSample::lone` shows that it wasn't written, so we ask for that where we observe COW breaks.
             let is_observed = |region: &Region| region.usage.cow_breaks.observed() > 0;
             let wants_flags = |region: &Region| {
                 is_observed(region) || has_nodes && region.shows_activity() || self.may_be_charged_elsewhere(region)
@@ -241,7 +241,7 @@ impl Engine {
         runs
     }
 
-    /// The keys of the mappings in `runs` with a region for which `is_wanted` returns true.
+    /// The keys of the mappings in `runs` that have a region which `is_wanted` accepts.
     fn keys_among(&self, runs: &[PageRun], is_wanted: impl Fn(&Region) -> bool) -> BTreeSet<RegionKey> {
         let mut keys = BTreeSet::new();
         for run in runs {

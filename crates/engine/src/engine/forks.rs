@@ -112,8 +112,8 @@ impl ForkFamilies {
     }
 }
 
-/// A page in the middle of the addresses that two regions have in common, which one process has likely inherited from
-/// the other.
+/// A page in the middle of the addresses that two regions have in common. One process has likely inherited it from the
+/// other.
 fn page_in_common(one: &Region, other: &Region) -> Option<Vpn> {
     let first = one.view.first.max(other.view.first);
     let end = one.end().min(other.end());

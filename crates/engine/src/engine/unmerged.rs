@@ -23,8 +23,8 @@ use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
-/// We only judge once ksmd has been idle for this long, nanoseconds. So the count of merged pages is later than ksmd's
-/// last merges.
+/// We only judge once ksmd has been idle for this long, nanoseconds, so that merged pages are counted after ksmd's last
+/// merges.
 const RESTED_NS: u64 = 1_000_000_000;
 /// We only judge a region if a count of merged pages looks up at least this many of its duplicates.
 const EXPECTED_MIN: u64 = 256;

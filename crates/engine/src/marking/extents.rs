@@ -196,7 +196,7 @@ fn counts_of(extents: &Extents, run: Range<u64>) -> Counts {
     extents.range(run).map(|(_, extent)| extent.counts()).sum()
 }
 
-/// Without headroom for all of a span, we cut it at a multiple of this many pages.
+/// If there's no headroom for all of a span, we cut the span at a multiple of this many pages.
 pub const CUT_PAGES: Pages = Pages(64);
 
 /// The beginning of a span: as much as fits into `most` pages. `None` if nothing fits.
@@ -208,8 +208,8 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
     part(extents, span, span.first..end)
 }
 
-/// The part of a span within `bounds`. We assume that an extent's duplicates are spread evenly. `None` if no part of
-/// the span is.
+/// The part of a span within `bounds`. We assume that an extent's duplicates are spread evenly. `None` if the span lies
+/// outside.
 pub fn part(extents: &Extents, span: &Candidate, bounds: Range<Vpn>) -> Option<Candidate> {
     let span_end = span.first + span.pages.0;
     let first = span.first.max(bounds.start);
@@ -228,8 +228,8 @@ pub fn part(extents: &Extents, span: &Candidate, bounds: Range<Vpn>) -> Option<C
     Some(Candidate::new(first, end, counts))
 }
 
-/// The parts of a span before `from`, and at `to` and above. Both are bounds of extents. Without extents, we assume
-/// that the span's pages are spread evenly.
+/// The parts of a span before `from` and from `to` on. Both are bounds of extents. Without extents, we assume that the
+/// span's pages are spread evenly.
 pub fn around(extents: Option<&Extents>, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
     let end = span.first + span.pages.0;
     if to <= span.first || end <= from {

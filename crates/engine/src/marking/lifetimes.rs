@@ -80,9 +80,9 @@ impl Lifetimes {
         }
     }
 
-    /// The age at which at least half of a family's regions live on long enough for a merge to pay, nanoseconds. `None`
-    /// if we know nothing of the family. If a region outlives all others, we expect it to live as long again. The
-    /// oldest living region counts as one more life once it's old enough to be worth merging.
+    /// The first age at which at least half of the family's regions that get so old live on long enough for a merge to
+    /// pay, nanoseconds. `None` if we know nothing of the family. If a region outlives all others, we expect it to live
+    /// as long again. The oldest living region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
         let record = self.families.get(&family)?;
         let worth_ns = mechanism.worth_ns();

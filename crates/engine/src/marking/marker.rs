@@ -31,8 +31,8 @@ const REFRESH_NS: u64 = 10_000_000_000;
 const REFRESH_MAX_NS: u64 = 600_000_000_000;
 /// If we can't stop a target, we try again to mark it after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
-/// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
-/// grow smaller mappings, which fails once a mapping is split.
+/// If there's no headroom for all of a mapping, we mark part of it, but only of mappings that are at least this long.
+/// Programs more often move or grow smaller mappings, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
 /// We only wake ksmd once this many pages in marked spans have become worth merging.
 const REFRESH_MIN: u64 = 1_024;
@@ -71,7 +71,7 @@ struct LatestMark {
     /// How many of its pages no earlier mark covers, and how many of them are duplicates.
     added: Pages,
     duplicate: Pages,
-    /// Whether other memory was marked before, in which ksmd may find copies.
+    /// Whether other memory was marked before: ksmd may find copies there.
     joins: bool,
 }
 
@@ -581,8 +581,8 @@ fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate>
     if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
 }
 
-/// The spans to mark in a region that aren't marked yet. With its present marks, the region may have `room` spans in
-/// all.
+/// The spans to mark in a region that aren't marked yet. The region may have `room` spans in all, its present marks
+/// included.
 fn new_spans(region: &mut Region, room: usize, budget: &mut Budget, config: &Config) -> Vec<Candidate> {
     let Some(judgement) = region.life.judgement() else { return Vec::new() };
     if room == 0 {
@@ -606,7 +606,7 @@ fn parts_by_owner(table: &RegionTable) -> BTreeMap<OwnerKey, usize> {
     parts_of
 }
 
-/// Cuts a region's spans down to the headroom for it, and takes that headroom.
+/// Cuts a region's spans down to the headroom that the region has left, and takes that headroom.
 fn fit(spans: &mut Vec<Candidate>, region: &mut Region, budget: &mut Budget, config: &Config) {
     region.hold.full = None;
     let mut marked = Pages(0);

@@ -3,7 +3,7 @@
 use crate::keys::LimitKey;
 use serde::{Deserialize, Serialize};
 
-/// The first and the longest pause after examinations of a region that bring nothing, nanoseconds.
+/// If examining a region brings nothing, we pause before the next time: the first and the longest pause, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
 /// How long we leave memory alone the first time, nanoseconds: a region that didn't merge, or an extent where merges

@@ -72,7 +72,7 @@ impl Marks {
 pub struct MarkedSamples {
     pub sampled: u64,
     /// Pages that aren't merged although we know they're duplicates. If the index doesn't keep all contents, each page
-    /// that we find counts for the others that we miss.
+    /// that we find also counts for those that we miss.
     pub unmerged: u64,
     /// Sampled pages that ksmd could have merged: pages of zeros, and pages with an unmerged copy in marked memory.
     pub mergeable: u64,

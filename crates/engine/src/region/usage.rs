@@ -66,7 +66,7 @@ struct BusyPages {
 }
 
 impl BusyPages {
-    /// Adds a page. The first page after a pause begins another one: twice as long, but at most `most_ns`.
+    /// Adds a page. The first page after a pause begins another pause: twice as long, but at most `most_ns`.
     fn insert(&mut self, page: Vpn, now_ns: u64, most_ns: u64) {
         if now_ns >= self.until_ns {
             let is_long_ago = now_ns >= self.until_ns + BUSY_MOST_NS;

@@ -20,7 +20,7 @@ impl Planner for Marks {
 
     fn actions(&self, engine: &mut Engine) -> Actions {
         engine.take_back();
-        // We ask before `unmark` takes the next span from its queue: until that span is unmarked, too, ksmd must wait.
+        // We ask before `unmark` takes the next span from its queue, because ksmd must wait for that span, too.
         let hold = engine.may_not_merge();
         let unmark = engine.unmark();
         if !engine.room.reserve.is_short() {

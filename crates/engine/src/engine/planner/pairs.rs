@@ -147,8 +147,8 @@ impl Engine {
         self.room.headroom.stays(chosen, known.owner, copy.owner)
     }
 
-    /// Whether we may only keep this page if it's still merged, as we last saw it. If it isn't, its cgroup would keep
-    /// one more page for others, without headroom for it.
+    /// Whether we may keep this page only if it's still merged, as it was when we last saw it. Otherwise its cgroup
+    /// would keep one more page for others, without headroom for that page.
     fn needs_merged(&self, kept: IndexedPage) -> bool {
         let Some(region) = self.table.get(kept.location.slot) else { return false };
         region.usage.merged.contains(kept.page) && self.room.headroom.is_limited(region.view.owner)
