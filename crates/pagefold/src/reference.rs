@@ -107,7 +107,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("error_bytes", "95 % margin of error of all duplicates together; 0 if exact"),
             ("totals, rows[].name, rows[].processes", "All memory; that of a workload or program, or of a process if the scope names pids"),
             ("totals.mapped_bytes", "The sum of all that follows"),
-            ("totals.merged_bytes, totals.mergeable_duplicate_bytes, totals.mergeable_unique_bytes", "Merged already; how much merging would save, before metadata; the rest of mergeable memory"),
+            ("totals.merged_bytes, totals.mergeable_duplicate_bytes, totals.mergeable_unique_bytes", "Merged already; how much merging would save, before metadata; mergeable memory that is unique"),
             ("totals.out_of_reach[].cause, totals.out_of_reach[].duplicate_bytes, totals.out_of_reach[].unique_bytes", "Memory out of KSM's reach, by cause; how much merging it would save; the rest"),
             ("totals.shared_by_fork_bytes, totals.shared_by_file_bytes", "Memory saved because processes share frames by fork, or by mapping the same file"),
             ("totals.unknown[].reason, totals.unknown[].bytes", "Memory that we couldn't read, or mustn't"),

@@ -51,7 +51,7 @@ pub struct SketchArgs {
     /// Read options from this configuration file
     ///
     /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists; if
-    /// the command line has a scope, only that file's sections deny and domains]
+    /// the command line has a scope, only [deny] and [domains] of that file]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Print the figures as JSON (schema pagefold.sketch-summary/1)

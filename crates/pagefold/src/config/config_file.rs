@@ -75,7 +75,7 @@ impl<'a> Source<'a> {
                 DeValue::Integer(number) if number.radix() == 10 => Ok(number.as_str().to_owned()),
                 DeValue::Float(number) => Ok(number.as_str().to_owned()),
                 DeValue::Boolean(switch) => Ok(switch.to_string()),
-                _ => Err(self.problem("the value is neither a string nor a decimal number; write either of them")),
+                _ => Err(self.problem("the value must be a string or a decimal number")),
             },
         }
     }

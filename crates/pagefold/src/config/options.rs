@@ -143,8 +143,8 @@ options! {
         "Headroom for COW: a write to a merged page needs memory for a copy. See docs/guide.md. Reloaded by SIGHUP." {
         "keep" "--reserve <AMOUNT>" reserve: Keep, Any, = preset.reserve.keep,
             "Memory (including swap) to keep free for writes to merged pages; merging stops when less is free. A size \
-             (2G), a share of memory (10%), or auto: the memory that such writes took in the worst hour (half as much \
-             for each hour since), at least 5 % of memory, but never more than the memory saved";
+             (2G), a share of memory (10%), or auto: the memory that such writes took in the worst hour (halved every \
+             hour), at least 5 % of memory, but never more than the memory saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
             "When free memory is below the reserve, unmerge step by step what ksmd has merged. Unmerging itself takes \
              memory, so each step keeps at least half of the reserve free";

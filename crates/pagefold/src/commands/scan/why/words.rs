@@ -45,7 +45,7 @@ fn parts(text: &mut String, report: &WhyReport, style: Style) {
         (totals.merged_bytes, "merged"),
         (totals.mergeable_duplicate_bytes, "duplicate and mergeable: pagefold run merges it"),
         (totals.duplicates_out_of_reach(), "duplicate, but out of reach"),
-        (totals.mergeable_unique_bytes, "the rest of mergeable memory"),
+        (totals.mergeable_unique_bytes, "mergeable, but unique"),
         (unique_out_of_reach, "the rest of memory out of reach"),
         (totals.shared_by_fork_bytes, "saved already: frames shared by fork"),
         (totals.shared_by_file_bytes, "saved already: frames shared by mapping the same file"),
@@ -107,7 +107,7 @@ fn in_common(report: &WhyReport) -> String {
             sentences.push(format!("Isolation isn't proven: we found no frame that two of these {rows} map."));
         }
         (_, all) => sentences.push(format!(
-            "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} of a file that they all map.",
+            "Isolation: {} mapped by several of these {rows}: {} merged by KSM, {} shared since a fork, {} by mapping the same file.",
             frames_are(all),
             thousands(frames.merged),
             thousands(frames.by_fork),
