@@ -122,7 +122,7 @@ impl fmt::Display for Reason {
             Self::Scattered => f.write_str("scattered duplicates"),
             Self::TooSmall => f.write_str("too small"),
             Self::SharedByMany(processes) => write!(f, "shared by {processes} processes"),
-            Self::SharedWithOutsiders => f.write_str("shared with processes not merged"),
+            Self::SharedWithOutsiders => f.write_str("shared with processes we don't merge"),
             Self::Sparse => f.write_str("few duplicates"),
         }
     }

@@ -137,8 +137,9 @@ impl LineDigester {
     }
 
     /// Digests a run of pages. `change(first, hashes, from, to)` must extend each hash from `from` cache lines to `to`,
-    /// starting at page `first`. As in the kernel, 0 means no hash, and `change` must skip it unless `from` is 0. Pages
-    /// without a hash get no digest. `colliding` are digests that pages with different contents have in common.
+    /// starting at page `first`. As in the kernel, a hash of 0 means that a page has none: unless `from` is 0, `change`
+    /// must skip such pages. They get no digest. `colliding` are digests that pages with different contents have in
+    /// common.
     ///
     /// # Errors
     /// Any error of `change`.

@@ -231,7 +231,7 @@ pub struct LimitView {
     pub read_ns: u64,
 }
 
-/// A memory limit where the kernel kills, and how much of it is left.
+/// A memory limit at which the kernel kills processes, and how much of it is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KillLimit {
     pub limit: Pages,
@@ -624,8 +624,7 @@ impl Stops {
 /// The result of marking or unmarking one span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marking {
-    /// The call marked or unmarked this many pages of address space: fewer than the span has if mappings had
-    /// changed.
+    /// This many pages of address space are marked or unmarked: fewer than the span's if its mappings had changed.
     Done(Pages),
     /// The host had no time left for the target. The next attempt comes in the next cycle.
     Untried,

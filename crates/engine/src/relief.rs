@@ -574,7 +574,7 @@ impl Survey {
             let place = Place::of(region);
             let merged = Pages(self.merged.get(&place).copied().unwrap_or_default());
             let waiting = waiting.get(&place).copied().unwrap_or_default().min(region.resident());
-            // The kernel may count waiting pages as marked.
+            // Pages that wait for unmarking may still be marked in the kernel. They count as `waiting` only.
             let marked = region.mergeable().min(region.resident().saturating_sub(waiting));
             own.waiting += waiting;
             let is_ours = !region.marks.spans.is_empty();

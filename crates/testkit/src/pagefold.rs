@@ -106,8 +106,8 @@ pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
     [own(&before), vec!["--pid".to_owned(), list], own(after)].concat()
 }
 
-/// How tests that can merge either way do it: by ksmd, unless `PAGEFOLD_MECHANISM` says `request`, as in the machine of
-/// `scripts/kernel field`.
+/// The mechanism for tests that work with either: ksmd, unless `PAGEFOLD_MECHANISM` is `request`, as in the guest that
+/// `scripts/kernel field` runs.
 pub fn mechanism() -> &'static str {
     static MECHANISM: LazyLock<String> =
         LazyLock::new(|| std::env::var("PAGEFOLD_MECHANISM").unwrap_or_else(|_| "ksmd".to_owned()));

@@ -375,7 +375,8 @@ impl CgroupLimits {
                 Reading::Unknown => TightestLimits { of_all: Limit { limit: Bytes(0), left: Bytes(0) }, kills: None },
                 Reading::Limited(limits) => limits,
             };
-            // The engine doesn't know these pages, but their copies need room, too.
+            // The engine doesn't count `forgotten` pages, which may be merged outside our regions. But a write to one of
+            // them takes room for a copy, too.
             let left_of = |limit: Limit| in_pages(limit.left).saturating_sub(group.forgotten);
             let kills = known.kills.map(|kills| KillLimit { limit: in_pages(kills.limit), left: left_of(kills) });
             views.push(LimitView {

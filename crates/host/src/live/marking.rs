@@ -332,8 +332,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether more may change than the results show: we don't know which calls
-    /// were made, or some may still be made later.
+    /// Makes the calls in a process. Returns true if the results may be incomplete: we don't know which calls were made,
+    /// some may still be made, or a mapping has moved with its mark.
     fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         for &part in &work.done {

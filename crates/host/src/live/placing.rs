@@ -63,7 +63,7 @@ impl Placing {
         }
         self.processes = targets.len();
         self.next_ns = now_ns + (count(targets.len()) * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
-        // Memory may have been added or removed. With less than two nodes left, we place nothing.
+        // Memory may have been added or removed. With fewer than two nodes left, we place nothing.
         let Some(topology) = topology_now() else {
             self.nodes.clear();
             return;

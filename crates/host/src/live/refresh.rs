@@ -51,7 +51,8 @@ const STRANGERS_MOST: usize = 1_000;
 /// A region takes about 1.8 KB, a target up to 30 KB if its paths are long.
 const TARGETS_OF_SHARE_MOST: usize = 4_096;
 const REGIONS_OF_SHARE_MOST: usize = REGIONS_MOST / 6;
-/// At most this many processes of one user or cgroup are targets just until they're unmarked. Others wait.
+/// Forks of marked programs that are out of scope become targets only until their marks are gone. Of one user or cgroup,
+/// at most this many do so at a time. The others wait.
 const FORKS_OF_SHARE_MOST: usize = 256;
 /// All processes with more than `FEW_REGIONS` regions may have `REGIONS_MOST` in all, whoever they belong to.
 const FEW_REGIONS: usize = 1_024;
@@ -163,7 +164,7 @@ pub(super) struct Discovery {
     pub(super) has_begun: bool,
     /// Whether we've examined all processes that were there at the start.
     pub(super) is_complete: bool,
-    /// Whether we also know which of their regions we may judge, or have waited long enough.
+    /// Whether we've listed the regions of all processes that were there at the start, or have waited long enough.
     pub(super) has_listed_all: bool,
     pub(super) new_processes: NewProcesses,
     pub(super) owner_keys: KeyCounter,

@@ -156,11 +156,12 @@ options! {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "More programs never to touch: a base name, a prefix followed by *, a path, or a workload as for --allow";
+            "Never touch these programs either (in addition to the deny list): a base name, a prefix followed by *, a \
+             path, or a workload as for --allow";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
-             non-dumpable). Names of programs don't count in containers; there, allow a workload with all its programs: \
-             'container web1', 'pod shop/cart-0', 'vm web1' or 'unit web.service'";
+             non-dumpable). Names of programs have no effect in containers. 'container web1', 'pod shop/cart-0', 'vm web1' \
+             or 'unit web.service' allows a workload with all its programs";
         "workloads" "NAME" denied_workloads: Vec<String>, Workloads, "[\"vault.service\", \"vm web1\", \"container vault\"]",
             "Never touch these units, virtual machines, containers and pods, named as pagefold top shows them";
         "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
@@ -276,8 +277,8 @@ options! {
              programs soon write merged pages (UKSM V_cow)";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
-            "How old a region that appears during the run must be before we merge it (UKSM V_life). Regions of unknown \
-             families must also be older than two rounds, except with the preset sensitive";
+            "The age at which we merge a region that appeared during the run (UKSM V_life). Regions of unknown families \
+             must also be older than two rounds, except with the preset sensitive";
         "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.local_ns.into()),
             "Time of a memory access to the process's own node (status derives the cost of remote pages from it)";

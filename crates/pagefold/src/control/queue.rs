@@ -371,7 +371,7 @@ impl RequestSender {
     /// Sends a request about processes, and waits until the host has carried it out.
     pub fn order(&self, request: Request, uid: u32) -> Result<Answer, Exit> {
         let (reply, answer) = channel();
-        let todo = "some of the processes may still be merged: run this again";
+        let todo = "it may not have finished this request: run the command again";
         let answer = self.ask(Message::Order(Order { request, uid, reply }), &answer, todo);
         answer.unwrap_or_else(|why| Err(Exit::new(exit::FAILURE, why)))
     }

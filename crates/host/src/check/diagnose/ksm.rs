@@ -64,8 +64,8 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
         Fact::Is(_) if unmerges => {
             note("merging on request: refused by the kernel while run is 2", without, "echo 0 > /sys/kernel/mm/ksm/run")
         }
-        Fact::Is(Carrier::Series) => ok("merging on request: by this kernel"),
-        Fact::Is(Carrier::Module) => ok("merging on request: by the module ksm_request"),
+        Fact::Is(Carrier::Series) => ok("merging on request: supported by this kernel"),
+        Fact::Is(Carrier::Module) => ok("merging on request: supported by the module ksm_request"),
         Fact::Absent if facts.request_module == Fact::Is(()) => note(
             "merging on request: the module ksm_request is installed but not loaded",
             without,
