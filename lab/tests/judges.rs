@@ -310,15 +310,8 @@ const LTP_FOLDERS: [&str; 17] = [
 /// futex and compares the value when it comes back, so it misses such a wake. With SIGSTOP or a freezer it would, too.
 /// We also leave out a wait for a second: relative timeouts start over at each stop, as docs/safety.md says, and with
 /// hundreds of stops a second it doesn't end. The tests of `epoll_wait` do both.
-const LTP_EXCEPT: [&str; 7] = [
-    "futex_wake",
-    "futex_cmp",
-    "futex_wait02",
-    "futex_wait03",
-    "futex_wait07",
-    "futex_waitv",
-    "rt_sigtimedwait01",
-];
+const LTP_EXCEPT: [&str; 7] =
+    ["futex_wake", "futex_cmp", "futex_wait02", "futex_wait03", "futex_wait07", "futex_waitv", "rt_sigtimedwait01"];
 
 #[test]
 #[ignore = "needs a tree of the Linux Test Project"]
