@@ -1,8 +1,9 @@
 //! What the processes would hold if nothing were merged: what they hold, and what merging saves them.
 //!
 //! The host looks at what a process holds (Pss) when its memory has changed, and we count the saving at other times. So
-//! for each look we keep what was saved then: the larger of the counts before and after it. Held plus saved memory
-//! stays the same while the process's memory is merged, or written and copied.
+//! for each look we keep what was saved then: the count of that moment, else the larger of the counts before and after
+//! it. (A later count may divide the saving among more relatives by fork.) Held plus saved memory stays the same while
+//! the process's memory is merged, or written and copied.
 
 use crate::keys::OwnerKey;
 use crate::saving::Saving;
@@ -52,7 +53,9 @@ impl Holdings {
             return;
         }
         for (&owner, look) in &mut self.looks {
-            if before_ns < Some(look.at_ns) && look.at_ns <= saving.counted_ns {
+            if look.at_ns == saving.counted_ns {
+                look.saved = saving.of(owner);
+            } else if before_ns < Some(look.at_ns) && look.at_ns < saving.counted_ns {
                 look.saved = look.saved.max(saving.of(owner));
             }
         }
