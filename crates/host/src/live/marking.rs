@@ -155,7 +155,7 @@ impl Changes<'_> {
         let marking = &mut self.results[part.change];
         *marking = match marking {
             Marking::Done(done) => Marking::Done(*done + part.pages),
-            _ => Marking::Done(part.pages),
+            Marking::Untried | Marking::Busy | Marking::NoMappings | Marking::Refused => Marking::Done(part.pages),
         };
     }
 
